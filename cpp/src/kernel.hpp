@@ -1,0 +1,48 @@
+// What the baseline code and an ISA's kernels agree on: plain structs and one table of function pointers per target.
+// Included by both sides, so it must hold no inline function, no template and no constant that needs code at load time.
+#pragma once
+
+#include <cstdint>
+
+#include "kvquant/kvquant.hpp"
+
+namespace kvquant {
+namespace detail {
+
+// One of Q, K, V in one call. Columns are counted from the part's first head; heads follow each other every `dim` columns.
+struct Part {
+  std::int64_t heads, dim;
+  std::int64_t x_head, out_head, row_head;  // bytes from one head to the next in x, in the output and in a cache row
+  const char* weight_scale;                 // float32 [heads*dim]; null for float x
+  const char* bias;                         // int32 or float32 [heads*dim]; null for float x
+  const char* scale;                        // float32 [heads*dim]; null if nothing is quantised
+  const char* offset;                       // float32 [heads*dim]
+  bool block_tokens;                        // columns are worth keeping in registers over four tokens
+};
+
+// One token of one part.
+struct Token {
+  const char* x;    // its first head
+  const char* cos;  // [dim] of the output type
+  const char* sin;
+  char* out;         // null if the kernel writes no output
+  std::int8_t* row;  // null if the kernel writes no cache row
+  float activation_scale;
+};
+
+enum Source { kInt32FloatBias, kInt32IntBias, kFloat, kSources };
+enum Output { kFloat16, kBfloat16, kFloat32, kOutputs };
+// What is done to one part: rotate or not, and where the result goes.
+enum Job { kRotateOut, kRotateCache, kRotateCacheOut, kCache, kCacheOut, kOut, kJobs };
+
+// kernels[numerics][source][output][job]; the rounded arithmetic of numerics="ascend" exists for float16 rotation only, its
+// other entries are those of "fp32".
+// A kernel processes `count` tokens, none of whose pointers is null where it writes, and returns the cache rows it wrote.
+struct KernelTable {
+  Kernel kernels[2][kSources][kOutputs][kJobs];
+};
+
+extern const KernelTable kScalarTable, kAvx2Table, kAvx512Table;
+
+}  // namespace detail
+}  // namespace kvquant

@@ -1,0 +1,422 @@
+// prepare and run. prepare reads every index, scale and offset once, checks it, and turns layouts, padding and duplicates
+// into one pointer per token and cache; run then only forms pointers and calls kernels. After prepare nothing can fail (I4).
+#include <cstring>
+
+#include "check.hpp"
+#include "dispatch.hpp"
+#include "fp_state.hpp"
+
+namespace kvquant {
+namespace detail {
+namespace {
+#include "simd/half.hpp"
+
+constexpr std::size_t kAlign = 64;
+constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;
+
+// Byte offsets of the workspace's pieces.
+struct Layout {
+  std::size_t per_channel, weight_scale, bias, k_rows, v_rows, slots, bytes;
+  std::uint32_t slot_mask;  // slots - 1, a power of two of at least twice the tokens; 0: no table needed
+};
+
+std::int64_t columns_kv(const Plan& plan) { return plan.heads_kv * plan.dim; }
+std::int64_t columns_of(const Plan& plan) { return plan.streams[2].first_column + columns_kv(plan); }
+
+Layout layout_of(const Plan& plan, std::int64_t tokens) {
+  Layout layout{};
+  std::size_t at = 0;
+  const auto take = [&](std::size_t bytes) {
+    const std::size_t begin = at;
+    at += (bytes + kAlign - 1) / kAlign * kAlign;
+    return begin;
+  };
+  const std::size_t columns = plan.pack_columns ? static_cast<std::size_t>(columns_of(plan)) : 0;
+  const auto rows = static_cast<std::size_t>(tokens) * sizeof(std::int8_t*);
+  layout.per_channel = take(static_cast<std::size_t>(4 * columns_kv(plan)) * sizeof(float));
+  layout.weight_scale = take(columns * sizeof(float));
+  layout.bias = take(columns * sizeof(float));
+  layout.k_rows = take(rows);
+  layout.v_rows = take(rows);
+  if (plan.options.cache_mode == CacheMode::page && tokens > 1) {
+    std::uint32_t slots = 4;
+    while (slots < 2 * static_cast<std::uint32_t>(tokens)) slots *= 2;
+    layout.slot_mask = slots - 1;
+    layout.slots = take(slots * sizeof(std::uint32_t));
+  }
+  layout.bytes = at;
+  return layout;
+}
+
+template <class Word>
+Word read(const void* p, std::int64_t offset = 0) {
+  Word word;
+  std::memcpy(&word, static_cast<const char*>(p) + offset, sizeof(Word));
+  return word;
+}
+
+bool is_written(int operand) {
+  const auto argument = static_cast<Argument>(operand);
+  return argument == Argument::k_cache || argument == Argument::v_cache || argument == Argument::q || argument == Argument::k ||
+         argument == Argument::v;
+}
+bool has_token_axes(Argument argument) {
+  return argument == Argument::x || argument == Argument::cos || argument == Argument::sin || argument == Argument::q ||
+         argument == Argument::k || argument == Argument::v || argument == Argument::q_source ||
+         argument == Argument::k_source || argument == Argument::v_source;
+}
+
+class Preparer {
+ public:
+  Preparer(const Plan& plan, const Call& call, char* workspace, Prepared& out)
+      : plan_(plan), call_(call), workspace_(workspace), layout_(layout_of(plan, out.tokens)), out_(out) {}
+
+  Status check_memory() const;
+  Status pack_scales();
+  void pack_columns();
+  Status resolve_rows();
+  const Layout& layout() const { return layout_; }
+
+ private:
+  bool is_read(Argument argument) const;
+  View view_of(Argument argument) const;
+  template <class Index> Status resolve_page();
+  template <class Index> Status resolve_contiguous();
+  Status resolve_duplicates();
+
+  std::int8_t** k_rows() const { return reinterpret_cast<std::int8_t**>(workspace_ + layout_.k_rows); }
+  std::int8_t** v_rows() const { return reinterpret_cast<std::int8_t**>(workspace_ + layout_.v_rows); }
+
+  const Plan& plan_;
+  const Call& call_;
+  char* workspace_;
+  const Layout layout_;
+  Prepared& out_;
+};
+
+// Whether the operand is there and looked at at all.
+bool Preparer::is_read(Argument argument) const {
+  if (plan_.operands[argument].dtype == DType::none) return false;
+  switch (argument) {
+    case Argument::weight_scale:
+    case Argument::activation_scale:
+    case Argument::bias: return plan_.integer_x;
+    case Argument::q_source:
+    case Argument::k_source:
+    case Argument::v_source: return !plan_.packed;
+    default: return true;
+  }
+}
+
+// The plan's view with this call's pointer, B and S.
+View Preparer::view_of(Argument argument) const {
+  View view = plan_.operands[argument];
+  view.data = call_[argument];
+  if (has_token_axes(argument)) {
+    view.shape[0] = call_.batch;
+    if (plan_.three_d) view.shape[1] = call_.sequence;
+  } else if (argument == Argument::activation_scale ||
+             (argument == Argument::indices && plan_.options.cache_mode == CacheMode::page)) {
+    view.shape[0] = out_.tokens;
+  } else if (argument == Argument::indices) {
+    view.shape[0] = call_.batch;
+  }
+  return view;
+}
+
+// I5a over this call's pointers; also refuses missing pointers and extents that do not fit into 63 bits.
+Status Preparer::check_memory() const {
+  Interval intervals[kOperandCount];
+  for (int i = 0; i < kOperandCount; ++i) {
+    const auto argument = static_cast<Argument>(i);
+    if (!is_read(argument)) continue;
+    const View view = view_of(argument);
+    if (!interval_of(view, intervals[i])) return fault(Code::too_large, argument);
+    if (!view.data && intervals[i].high > intervals[i].low) return fault(Code::missing, argument);
+    if (is_written(i) && !nests(view)) return fault(Code::nesting, argument);
+  }
+  for (int i = 0; i < kOperandCount; ++i) {
+    if (!is_written(i) || intervals[i].low == intervals[i].high) continue;
+    for (int j = 0; j < kOperandCount; ++j) {
+      if (j == i || intervals[j].high <= intervals[i].low || intervals[i].high <= intervals[j].low ||
+          intervals[j].low == intervals[j].high)
+        continue;
+      const auto written = static_cast<Argument>(i), other = static_cast<Argument>(j);
+      if (share_memory(view_of(written), view_of(other))) {
+        Status status = fault(Code::overlap, written);
+        status.other = other;
+        return status;
+      }
+    }
+  }
+  return {};
+}
+
+Status Preparer::pack_scales() {
+  auto* packed = reinterpret_cast<float*>(workspace_ + layout_.per_channel);
+  const std::int64_t columns = columns_kv(plan_);
+  const float** const results[4] = {&out_.scale_k, &out_.scale_v, &out_.offset_k, &out_.offset_v};
+  const Argument arguments[4] = {Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v};
+  for (int i = 0; i < 4; ++i, packed += columns) {
+    *results[i] = packed;
+    if (is_read(arguments[i])) {
+      if (Status s = pack_per_channel(view_of(arguments[i]), arguments[i], i < 2, plan_.heads_kv, plan_.dim, packed)) return s;
+    } else {
+      std::memset(packed, 0, static_cast<std::size_t>(columns) * sizeof(float));  // adding 0 keeps every quantised value
+    }
+  }
+  return {};
+}
+
+// weight_scale and bias as the kernels read them: unit stride, 32 bits. Their values are not checked (C6), so where the
+// caller's memory has that form already it is read in place.
+void Preparer::pack_columns() {
+  out_.weight_scale = static_cast<const float*>(call_[Argument::weight_scale]);
+  out_.bias = call_[Argument::bias];
+  if (!plan_.pack_columns) return;
+  auto* weight_scale = reinterpret_cast<std::uint32_t*>(workspace_ + layout_.weight_scale);
+  auto* bias = reinterpret_cast<std::uint32_t*>(workspace_ + layout_.bias);
+  const std::int64_t columns = columns_of(plan_);
+  const View& source = plan_.operands[Argument::bias];
+  const std::int64_t weight_stride = plan_.operands[Argument::weight_scale].strides[0], bias_stride = source.strides[0];
+  for (std::int64_t c = 0; c < columns; ++c)
+    weight_scale[c] = read<std::uint32_t>(call_[Argument::weight_scale], c * weight_stride);
+  for (std::int64_t c = 0; c < columns; ++c) switch (source.dtype) {
+      case DType::none: bias[c] = 0x80000000u; break;  // adding -0.0 keeps every bit
+      case DType::float16: bias[c] = widen_float16(read<std::uint16_t>(call_[Argument::bias], c * bias_stride)); break;
+      case DType::bfloat16: bias[c] = std::uint32_t{read<std::uint16_t>(call_[Argument::bias], c * bias_stride)} << 16; break;
+      default: bias[c] = read<std::uint32_t>(call_[Argument::bias], c * bias_stride); break;
+    }
+  out_.weight_scale = reinterpret_cast<const float*>(weight_scale);
+  out_.bias = bias;
+}
+
+Status Preparer::resolve_rows() {
+  out_.k_rows = k_rows();
+  out_.v_rows = v_rows();
+  const bool wide = plan_.operands[Argument::indices].dtype == DType::int64;
+  if (plan_.options.cache_mode == CacheMode::contiguous)
+    return wide ? resolve_contiguous<std::int64_t>() : resolve_contiguous<std::int32_t>();
+  return wide ? resolve_page<std::int64_t>() : resolve_page<std::int32_t>();
+}
+
+// I1: token s of batch b goes to cache[b, indices[b] + s].
+template <class Index>
+Status Preparer::resolve_contiguous() {
+  const View &k = plan_.operands[Argument::k_cache], &v = plan_.operands[Argument::v_cache];
+  auto* const k_base = static_cast<std::int8_t*>(call_[Argument::k_cache]);
+  auto* const v_base = static_cast<std::int8_t*>(call_[Argument::v_cache]);
+  const std::int64_t stride = plan_.operands[Argument::indices].strides[0], limit = k.shape[1] - call_.sequence + 1;
+  std::int8_t **k_row = k_rows(), **v_row = v_rows();
+  for (std::int64_t b = 0; b < call_.batch; ++b) {
+    const std::int64_t index = read<Index>(call_[Argument::indices], b * stride);
+    const bool skip = index == -1 && plan_.options.skip_padding;
+    if (!skip && (index < 0 || index >= limit)) return fault(Code::index, Argument::indices, index, limit, -1, b);
+    for (std::int64_t s = 0; s < call_.sequence; ++s) {
+      *k_row++ = skip ? nullptr : k_base + (b * k.strides[0] + (index + s) * k.strides[1]);
+      *v_row++ = skip ? nullptr : v_base + (b * v.strides[0] + (index + s) * v.strides[1]);
+    }
+  }
+  return {};
+}
+
+// I2: token t goes to row indices[t] of the cache seen as [C1*C2, Nkv, D].
+template <class Index>
+Status Preparer::resolve_page() {
+  const View &k = plan_.operands[Argument::k_cache], &v = plan_.operands[Argument::v_cache];
+  auto* const k_base = static_cast<std::int8_t*>(call_[Argument::k_cache]);
+  auto* const v_base = static_cast<std::int8_t*>(call_[Argument::v_cache]);
+  const std::int64_t stride = plan_.operands[Argument::indices].strides[0];
+  const std::int64_t page = k.shape[1], limit = k.shape[0] * page;
+  // Pages that follow each other without a gap need no division.
+  const bool gapless = k.strides[0] == page * k.strides[1] && v.strides[0] == page * v.strides[1];
+  std::int8_t **k_row = k_rows(), **v_row = v_rows();
+  std::int64_t previous = -1;
+  bool ascending = true;
+  for (std::int64_t t = 0; t < out_.tokens; ++t) {
+    const std::int64_t index = read<Index>(call_[Argument::indices], t * stride);
+    if (index == -1 && plan_.options.skip_padding) {
+      k_row[t] = v_row[t] = nullptr;
+      continue;
+    }
+    if (index < 0 || index >= limit) return fault(Code::index, Argument::indices, index, limit, -1, t);
+    const std::int64_t block = gapless ? 0 : index / page, slot = index - block * page;
+    k_row[t] = k_base + (block * k.strides[0] + slot * k.strides[1]);
+    v_row[t] = v_base + (block * v.strides[0] + slot * v.strides[1]);
+    ascending &= index > previous;
+    previous = index;
+  }
+  return ascending ? Status{} : resolve_duplicates();
+}
+
+// Finds tokens with the same row by a hash table of token numbers, keyed by the row's address (rows of a nesting cache have
+// different addresses). The later token takes the place of the earlier one, or is an error.
+Status Preparer::resolve_duplicates() {
+  auto* slots = reinterpret_cast<std::uint32_t*>(workspace_ + layout_.slots);
+  std::memset(slots, 0, (std::size_t{layout_.slot_mask} + 1) * sizeof(std::uint32_t));
+  std::int8_t **k_row = k_rows(), **v_row = v_rows();
+  for (std::int64_t t = 0; t < out_.tokens; ++t) {
+    if (!k_row[t]) continue;
+    const std::uint64_t hash = reinterpret_cast<std::uintptr_t>(k_row[t]) * 0x9E3779B97F4A7C15u;
+    for (auto at = static_cast<std::uint32_t>(hash >> 32) & layout_.slot_mask;; at = (at + 1) & layout_.slot_mask) {
+      const std::uint32_t entry = slots[at];  // token number + 1; 0: free
+      if (entry == 0) {
+        slots[at] = static_cast<std::uint32_t>(t + 1);
+        break;
+      }
+      const std::int64_t earlier = entry - 1;
+      if (k_row[earlier] != k_row[t]) continue;
+      if (!plan_.options.allow_duplicates) {
+        // Read again for the message only.
+        const View& view = plan_.operands[Argument::indices];
+        const std::int64_t index = view.dtype == DType::int64
+                                       ? read<std::int64_t>(call_[Argument::indices], t * view.strides[0])
+                                       : read<std::int32_t>(call_[Argument::indices], t * view.strides[0]);
+        return fault(Code::duplicate, Argument::indices, index, earlier, -1, t);
+      }
+      k_row[earlier] = v_row[earlier] = nullptr;
+      slots[at] = static_cast<std::uint32_t>(t + 1);
+      break;
+    }
+  }
+  return {};
+}
+
+bool is_bad(std::uint32_t bits, bool is_scale) {
+  return (bits & 0x7F800000u) == 0x7F800000u || (is_scale && (bits & 0x7FFFFFFFu) == 0);
+}
+
+}  // namespace
+
+Status pack_per_channel(const View& view, Argument argument, bool is_scale, std::int64_t heads, std::int64_t dim,
+                        float* out) noexcept {
+  const bool per_head = view.ndim == 2 && view.shape[1] == 1;
+  const bool single = view.ndim == 0 || (view.ndim == 1 && view.shape[0] == 1);
+  const std::int64_t step = single || per_head ? 0 : view.strides[view.ndim - 1];
+  const std::int64_t head_step = single ? 0 : view.ndim == 2 ? view.strides[0] : dim * view.strides[0];
+  const auto* data = static_cast<const char*>(view.data);
+  if (step == sizeof(float) && head_step == dim * step) {
+    std::memcpy(out, data, static_cast<std::size_t>(heads * dim) * sizeof(float));
+  } else {
+    for (std::int64_t h = 0; h < heads; ++h) {
+      for (std::int64_t d = 0; d < dim; ++d) {
+        const bool repeats = (single && h > 0) || ((single || per_head) && d > 0);  // read once
+        out[h * dim + d] = repeats ? out[single ? 0 : h * dim] : read<float>(data, h * head_step + d * step);
+      }
+    }
+  }
+  std::uint32_t bad = 0;
+  for (std::int64_t c = 0; c < heads * dim; ++c) bad |= static_cast<std::uint32_t>(is_bad(bits_of(out[c]), is_scale));
+  if (!bad) return {};
+  std::int64_t c = 0;
+  while (!is_bad(bits_of(out[c]), is_scale)) ++c;
+  return fault(is_scale ? Code::scale : Code::offset, argument, bits_of(out[c]), 0, -1, single ? 0 : per_head ? c / dim : c);
+}
+
+namespace {
+
+// The tokens of one part in [first, last), handed to the kernels in groups: those with a cache row, and those without.
+std::int64_t run_part(const Plan& plan, const Prepared& prepared, int stream_index, std::int64_t first, std::int64_t last) {
+  constexpr std::int64_t kGroup = 16;
+  const Stream& stream = plan.streams[stream_index];
+  const Operands& views = plan.operands;
+  const Call& call = prepared.call;
+  const auto pointer = [&](Argument argument) { return static_cast<const char*>(call[argument]); };
+
+  Part part{};
+  part.heads = stream.heads;
+  part.dim = plan.dim;
+  part.x_head = stream.head;
+  part.out_head = stream.out_head;
+  const std::int64_t column = stream.first_column;
+  if (plan.integer_x) {
+    part.weight_scale = reinterpret_cast<const char*>(prepared.weight_scale + column);
+    part.bias = static_cast<const char*>(prepared.bias) + column * 4;
+    part.block_tokens = columns_of(plan) >= 3072;
+  }
+  std::int8_t* const* rows = nullptr;
+  if (stream_index > 0) {
+    const bool is_k = stream_index == 1;
+    part.scale = reinterpret_cast<const char*>(is_k ? prepared.scale_k : prepared.scale_v);
+    part.offset = reinterpret_cast<const char*>(is_k ? prepared.offset_k : prepared.offset_v);
+    part.row_head = views[is_k ? Argument::k_cache : Argument::v_cache].strides[2];
+    rows = is_k ? prepared.k_rows : prepared.v_rows;
+  }
+  const Argument output = stream_index == 0 ? Argument::q : stream_index == 1 ? Argument::k : Argument::v;
+  const char* const x = pointer(stream.argument);
+  const char* const activation_scale = plan.integer_x ? pointer(Argument::activation_scale) : nullptr;
+  const View &cos = views[Argument::cos], &sin = views[Argument::sin];
+  const std::int64_t cos_step = plan.three_d ? cos.strides[1] : 0, sin_step = plan.three_d ? sin.strides[1] : 0;
+  char* const out = static_cast<char*>(call[output]);
+
+  Token cached[kGroup], uncached[kGroup];
+  std::int64_t written = 0;
+  std::int64_t b = first / call.sequence, s = first % call.sequence;
+  for (std::int64_t t = first; t < last;) {
+    std::int64_t cached_count = 0, uncached_count = 0;
+    for (const std::int64_t end = t + kGroup < last ? t + kGroup : last; t < end; ++t) {
+      std::int8_t* const row = rows ? rows[t] : nullptr;
+      Token& token = row ? cached[cached_count++] : uncached[uncached_count++];
+      token.x = x + (stream.origin + b * stream.batch + s * stream.sequence);
+      token.cos = pointer(Argument::cos) + (b * cos.strides[0] + s * cos_step);
+      token.sin = pointer(Argument::sin) + (b * sin.strides[0] + s * sin_step);
+      token.out = out ? out + (b * stream.out_batch + s * stream.out_sequence) : nullptr;
+      token.row = row;
+      token.activation_scale =
+          activation_scale ? read<float>(activation_scale, t * views[Argument::activation_scale].strides[0]) : 1.0f;
+      if (++s == call.sequence) {
+        s = 0;
+        ++b;
+      }
+    }
+    if (cached_count) written += stream.cached(part, cached, cached_count);
+    if (uncached_count && stream.uncached) written += stream.uncached(part, uncached, uncached_count);
+  }
+  return written;
+}
+
+}  // namespace
+}  // namespace detail
+
+std::size_t workspace_size(const Plan& plan, std::int64_t tokens) noexcept {
+  return tokens <= 0 || tokens > detail::kMaxTokens ? 0 : detail::layout_of(plan, tokens).bytes;
+}
+
+Status prepare(const Plan& plan, const Call& call, void* workspace, std::size_t workspace_bytes, Prepared& prepared) noexcept {
+  using detail::fault;
+  prepared = Prepared{};
+  prepared.call = call;
+  const Argument source = plan.packed ? Argument::x : Argument::q_source;
+  std::int64_t tokens = 0;
+  if (call.batch < 0 || call.sequence < 0 || __builtin_mul_overflow(call.batch, call.sequence, &tokens) || tokens > detail::kMaxTokens)
+    return fault(Code::too_large, source);
+  if (!plan.three_d && call.sequence != 1) return fault(Code::shape, source, call.sequence, 1, 1);
+  const View& cache = plan.operands[Argument::k_cache];
+  if (plan.options.cache_mode == CacheMode::contiguous && call.batch > cache.shape[0])
+    return fault(Code::too_few, Argument::k_cache, cache.shape[0], call.batch, 0);
+  if (tokens == 0) return {};  // I7
+  prepared.tokens = tokens;
+  detail::Preparer preparer(plan, call, static_cast<char*>(workspace), prepared);
+  const std::size_t needed = preparer.layout().bytes;
+  Status status;
+  if (workspace_bytes < needed || !workspace || reinterpret_cast<std::uintptr_t>(workspace) % detail::kAlign)
+    status = fault(Code::workspace, Argument::workspace, static_cast<std::int64_t>(workspace_bytes), static_cast<std::int64_t>(needed));
+  if (!status) status = preparer.check_memory();
+  if (!status) status = preparer.pack_scales();
+  if (!status) status = preparer.resolve_rows();
+  if (!status && plan.integer_x) preparer.pack_columns();
+  if (status) prepared.tokens = 0;  // run does nothing
+  return status;
+}
+
+void run(const Plan& plan, const Prepared& prepared, std::int64_t first, std::int64_t last) noexcept {
+  if (first < 0) first = 0;
+  if (last > prepared.tokens) last = prepared.tokens;
+  if (first >= last) return;
+  const detail::FpState state;
+  std::int64_t written = 0;
+  for (int i = 0; i < 3; ++i) written += detail::run_part(plan, prepared, i, first, last);
+  detail::count_rows(*plan.target, written);
+}
+
+}  // namespace kvquant

@@ -1,0 +1,125 @@
+// I5a: do two strided arrays share a byte? Do the axes of one array overlap each other? Integers only; no data is read.
+#include <initializer_list>
+
+#include "check.hpp"
+
+namespace kvquant {
+namespace detail {
+namespace {
+
+constexpr int kMaxSteps = 100000;
+
+// stride * i with 0 <= i <= last: one axis of an array, or the bytes of its items.
+struct Term {
+  std::int64_t stride, last;
+};
+
+// The axes of up to two arrays by ascending stride, without those that do not move. No axis is empty.
+struct Terms {
+  Term term[10];
+  int count = 0;
+
+  void insert(Term added) {
+    int at = count++;
+    for (; at > 0 && term[at - 1].stride > added.stride; --at) term[at] = term[at - 1];
+    term[at] = added;
+  }
+  void insert_axes(const View& view) {
+    for (int i = 0; i < view.ndim; ++i)
+      if (view.shape[i] > 1) insert({view.strides[i] < 0 ? -view.strides[i] : view.strides[i], view.shape[i] - 1});
+  }
+};
+
+struct Search {
+  Term terms[11];  // largest stride first
+  std::int64_t reach[12];  // reach[i]: the largest sum of terms i and after
+  int count;
+  int steps = 0;
+
+  // Whether terms i and after, each within its limits, can sum up to `target`.
+  bool solve(int i, std::int64_t target) {
+    if (target < 0 || target > reach[i]) return false;
+    if (i == count || target == 0) return target == 0;
+    if (++steps > kMaxSteps) return true;
+    const Term& term = terms[i];
+    if (term.stride == 1) return true;  // the last term: a whole interval, checked by reach
+    const std::int64_t most = term.last < target / term.stride ? term.last : target / term.stride;
+    const std::int64_t rest = target - reach[i + 1];
+    const std::int64_t least = rest > 0 ? (rest + term.stride - 1) / term.stride : 0;
+    for (std::int64_t n = most; n >= least; --n)
+      if (solve(i + 1, target - n * term.stride)) return true;
+    return false;
+  }
+};
+
+}  // namespace
+
+bool interval_of(const View& view, Interval& interval) noexcept {
+  interval = {};
+  for (int i = 0; i < view.ndim; ++i)
+    if (view.shape[i] == 0) return true;
+  std::int64_t low = 0, high = item_size(view.dtype);
+  bool overflow = false;
+  for (int i = 0; i < view.ndim; ++i) {
+    std::int64_t span = 0;
+    if (view.shape[i] == 1) continue;
+    overflow |= __builtin_mul_overflow(view.shape[i] - 1, view.strides[i], &span);
+    overflow |= __builtin_add_overflow(span < 0 ? low : high, span, span < 0 ? &low : &high);
+  }
+  const auto base = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(view.data));
+  overflow |= __builtin_add_overflow(base, low, &interval.low);
+  overflow |= __builtin_add_overflow(base, high, &interval.high);
+  std::int64_t length = 0;
+  overflow |= __builtin_sub_overflow(interval.high, interval.low, &length);
+  return !overflow && length < (std::int64_t{1} << 62);  // so that two lengths can be added
+}
+
+bool nests(const View& view) noexcept {
+  for (int i = 0; i < view.ndim; ++i)
+    if (view.shape[i] == 0) return true;
+  Terms axes;
+  axes.insert_axes(view);
+  std::int64_t inside = item_size(view.dtype);
+  for (int i = 0; i < axes.count; ++i) {
+    if (axes.term[i].stride < inside) return false;
+    inside += axes.term[i].last * axes.term[i].stride;  // interval_of has shown that this does not overflow
+  }
+  return true;
+}
+
+bool share_memory(const View& a, const View& b) noexcept {
+  Interval at, bt;
+  if (!interval_of(a, at) || !interval_of(b, bt)) return true;
+  if (at.high <= bt.low || bt.high <= at.low || at.low == at.high || bt.low == bt.high) return false;
+  // A byte of a lies at at.low + (sum of stride * i + byte), one of b at bt.high - 1 - (sum of stride * j + byte), every
+  // term non-negative. They meet where all terms together equal bt.high - 1 - at.low.
+  Search search;
+  Terms all;
+  for (const View* view : {&a, &b}) {
+    all.insert({1, item_size(view->dtype) - 1});
+    all.insert_axes(*view);
+  }
+  // Terms that fill a gapless interval [0, gapless] act as one of stride 1; terms of equal stride act as one with both
+  // ranges. With that, the arrays of real caches leave one or two terms.
+  std::int64_t gapless = 0;
+  Term merged[10];
+  int kept = 0;
+  for (int i = 0; i < all.count; ++i) {
+    const Term& term = all.term[i];
+    if (kept == 0 && term.stride <= gapless + 1) gapless += term.stride * term.last;
+    else if (kept > 0 && merged[kept - 1].stride == term.stride) merged[kept - 1].last += term.last;
+    else merged[kept++] = term;
+  }
+  search.count = kept + 1;
+  search.terms[kept] = {1, gapless};
+  search.reach[kept + 1] = 0;
+  search.reach[kept] = gapless;
+  for (int i = 0; i < kept; ++i) {
+    search.terms[kept - 1 - i] = merged[i];
+    search.reach[kept - 1 - i] = search.reach[kept - i] + merged[i].stride * merged[i].last;
+  }
+  return search.solve(0, bt.high - 1 - at.low);
+}
+
+}  // namespace detail
+}  // namespace kvquant

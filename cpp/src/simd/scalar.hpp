@@ -1,0 +1,86 @@
+// The 16-lane block in plain C++: what a CPU without a vector target runs, and what the vector targets are compared with.
+// Knows no operator. Included inside an anonymous namespace.
+
+constexpr int kBlock = 1;  // tokens that share the column vectors where rows are long: nothing stays in registers here
+
+struct F {
+  float lane[kLanes];
+};
+
+template <class Function>
+inline F each(Function function) {
+  F result;
+  for (int i = 0; i < kLanes; ++i) result.lane[i] = function(i);
+  return result;
+}
+template <class Word>
+inline Word read(const char* p, int i) {
+  Word word;
+  __builtin_memcpy(&word, p + i * static_cast<int>(sizeof(Word)), sizeof(Word));
+  return word;
+}
+template <class Word>
+inline void write(char* p, int i, Word word) {
+  __builtin_memcpy(p + i * static_cast<int>(sizeof(Word)), &word, sizeof(Word));
+}
+
+inline F broadcast(float value) {
+  return each([&](int) { return value; });
+}
+inline F add(F a, F b) {
+  return each([&](int i) { return a.lane[i] + b.lane[i]; });
+}
+inline F sub(F a, F b) {
+  return each([&](int i) { return a.lane[i] - b.lane[i]; });
+}
+inline F mul(F a, F b) {
+  return each([&](int i) { return a.lane[i] * b.lane[i]; });
+}
+inline F div(F a, F b) {
+  return each([&](int i) { return a.lane[i] / b.lane[i]; });
+}
+inline F round_float16(F a) {
+  return each([&](int i) { return float_of(widen_float16(narrow_float16(bits_of(a.lane[i])))); });
+}
+
+inline F load(Float32, const char* p) {
+  return each([&](int i) { return read<float>(p, i); });
+}
+inline F load(Int32, const char* p) {
+  return each([&](int i) { return static_cast<float>(read<std::int32_t>(p, i)); });
+}
+inline F load(Float16, const char* p) {
+  return each([&](int i) { return float_of(widen_float16(read<std::uint16_t>(p, i))); });
+}
+inline F load(Bfloat16, const char* p) {
+  return each([&](int i) { return float_of(static_cast<std::uint32_t>(read<std::uint16_t>(p, i)) << 16); });
+}
+// float32(x + bias); the sum wraps (C2), so it is formed unsigned.
+inline F load_sum(const char* x, const char* bias) {
+  return each([&](int i) {
+    return static_cast<float>(static_cast<std::int32_t>(read<std::uint32_t>(x, i) + read<std::uint32_t>(bias, i)));
+  });
+}
+
+inline void store(Float32, char* p, F a) {
+  for (int i = 0; i < kLanes; ++i) {
+    const std::uint32_t bits = bits_of(a.lane[i]);
+    write(p, i, (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : bits);
+  }
+}
+inline void store(Float16, char* p, F a) {
+  for (int i = 0; i < kLanes; ++i) write(p, i, static_cast<std::uint16_t>(narrow_float16(bits_of(a.lane[i]))));
+}
+inline void store(Bfloat16, char* p, F a) {
+  for (int i = 0; i < kLanes; ++i) write(p, i, static_cast<std::uint16_t>(narrow_bfloat16(bits_of(a.lane[i]))));
+}
+// C6: clamp, rint, NaN to 0. Adding and subtracting 1.5 * 2^23 rounds to an integer, ties to even, for |v| < 2^22; clamping
+// first gives the same as clamping last because the limits are integers.
+inline void store(Int8, char* p, F a) {
+  for (int i = 0; i < kLanes; ++i) {
+    const float v = a.lane[i];
+    const float clamped = v > 127.0f ? 127.0f : v < -128.0f ? -128.0f : v == v ? v : 0.0f;
+    const float whole = (clamped + 12582912.0f) - 12582912.0f;
+    write(p, i, static_cast<std::int8_t>(static_cast<std::int32_t>(whole)));
+  }
+}

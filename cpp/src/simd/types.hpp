@@ -1,0 +1,15 @@
+// The vocabulary every target shares: tags for the element types in memory and their sizes. Included inside an anonymous
+// namespace.
+
+struct Float16 {};
+struct Bfloat16 {};
+struct Float32 {};
+struct Int32 {};
+struct Int8 {};
+
+template <class T> constexpr std::int64_t kSize = 4;
+template <> constexpr std::int64_t kSize<Float16> = 2;
+template <> constexpr std::int64_t kSize<Bfloat16> = 2;
+template <> constexpr std::int64_t kSize<Int8> = 1;
+
+constexpr int kLanes = 16;

@@ -1,0 +1,531 @@
+# cython: language_level=3, binding=True, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# distutils: language = c++
+"""Arrays to operand views, a Status to an exception: nothing else happens here (no arithmetic, no loop over data).
+
+Arrays are read through NumPy's C API: one typed memoryview argument would cost more than the whole argument list does.
+"""
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
+from libc.stdlib cimport free
+from cpython.ref cimport Py_INCREF
+from cpython.unicode cimport PyUnicode_AsUTF8AndSize
+cimport numpy as cnp
+
+import numpy as np
+
+cnp.import_array()
+
+cdef extern from *:
+    """
+    #if defined(__clang__)
+    #define KVQUANT_COMPILER "clang " __clang_version__
+    #else
+    #define KVQUANT_COMPILER "gcc " __VERSION__
+    #endif
+    #include <cstdlib>
+    // Workspace beyond the stack's share; aligned as prepare wants it.
+    static inline void* kvquant_allocate(std::size_t bytes) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
+    struct alignas(64) KvquantStack { char bytes[16384]; };
+    """
+    const char* KVQUANT_COMPILER
+    void* kvquant_allocate(size_t) noexcept nogil
+    cdef struct KvquantStack:
+        char[16384] bytes
+
+cdef extern from "numpy/arrayobject.h":
+    bint PyArray_ISNOTSWAPPED(cnp.ndarray) noexcept
+    bint PyArray_ISWRITEABLE(cnp.ndarray) noexcept
+    object PyArray_Empty(int ndim, cnp.npy_intp* shape, cnp.PyArray_Descr* descr, int fortran)
+
+cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
+    cdef enum class DType(int32_t):
+        none, int8, int32, int64, float16, bfloat16, float32, boolean
+        uint8, int16, uint16, uint32, uint64, float64, complex64, complex128, other
+    cdef enum class Argument(int32_t):
+        x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v
+        weight_scale, activation_scale, bias, q, k, v, size_splits
+    cdef int kOperandCount
+    cdef enum class CacheMode(int32_t):
+        contiguous, page
+    cdef enum class Numerics(int32_t):
+        fp32, ascend
+    cdef enum class Code(int32_t):
+        ok, missing, dtype, vendor_dtype, index, isa_unavailable
+    cdef cppclass View:
+        void* data
+        DType dtype
+        int32_t ndim
+        int64_t[4] shape
+        int64_t[4] strides
+        bint read_only
+    cdef cppclass Operands:
+        View[19] view
+        int64_t[3] size_splits
+    cdef cppclass Options:
+        CacheMode cache_mode
+        Numerics numerics
+        bint kv_output, skip_padding, allow_duplicates, vendor_limits
+        const char* isa
+    cdef cppclass Status:
+        Code code
+        Argument argument
+        int64_t got
+    cdef cppclass CorePlan "kvquant::Plan":
+        Operands operands
+        int64_t batch, sequence, heads_q, heads_kv, dim
+        bint three_d, integer_x
+    cdef cppclass Call:
+        int64_t batch, sequence
+        void* data[19]
+    cdef cppclass Prepared:
+        int64_t tokens
+    size_t message(const Status&, char*, size_t) noexcept
+    const char* name(Argument) noexcept
+    Status make_plan(const Operands&, const Options&, CorePlan&) noexcept
+    size_t workspace_size(const CorePlan&, int64_t) noexcept
+    Status prepare(const CorePlan&, const Call&, void*, size_t, Prepared&) noexcept
+    void run(const CorePlan&, const Prepared&, int64_t, int64_t) noexcept
+    int target_count() noexcept
+    const char* target_name(int) noexcept
+    const char* target_missing(int) noexcept
+    uint64_t target_rows(int) noexcept
+    Status active_target(int&) noexcept
+
+
+# ---- from arrays to views -------------------------------------------------------------------------------------------
+
+cdef DType[32] dtype_of_number  # NumPy's built-in type numbers
+cdef int bfloat16_number = -1   # ml_dtypes registers bfloat16 under a number of its own, once a process
+
+
+def _fill_dtypes():
+    names = {np.int8: <int>DType.int8, np.int16: <int>DType.int16, np.int32: <int>DType.int32, np.int64: <int>DType.int64,
+             np.uint8: <int>DType.uint8, np.uint16: <int>DType.uint16, np.uint32: <int>DType.uint32,
+             np.uint64: <int>DType.uint64, np.float16: <int>DType.float16, np.float32: <int>DType.float32,
+             np.float64: <int>DType.float64, np.bool_: <int>DType.boolean, np.complex64: <int>DType.complex64,
+             np.complex128: <int>DType.complex128}
+    for i in range(32):
+        dtype_of_number[i] = DType.other
+    for scalar, code in names.items():
+        dtype_of_number[np.dtype(scalar).num] = <DType><int>code
+    # C long and long long are both 64 bits wide but have two numbers.
+    for letter in "lqLQ":
+        dtype_of_number[np.dtype(letter).num] = dtype_of_number[np.dtype(f"{'i' if letter in 'lq' else 'u'}8").num]
+
+
+_fill_dtypes()
+
+
+cdef DType user_dtype(cnp.ndarray array) except *:
+    global bfloat16_number
+    cdef int number = cnp.PyArray_TYPE(array)
+    if number == bfloat16_number:
+        return DType.bfloat16
+    scalar = array.dtype.type
+    if number >= 256 and scalar.__name__ == "bfloat16" and scalar.__module__.split(".")[0] == "ml_dtypes":
+        bfloat16_number = number
+        return DType.bfloat16
+    return DType.other
+
+
+cdef str name_of(Argument argument):
+    return name(argument).decode()
+
+
+cdef int fill(View* view, object given, Argument argument) except -1:
+    """The view of one array, or TypeError; never a conversion."""
+    if not cnp.PyArray_Check(given):
+        raise TypeError(f"{name_of(argument)}: expected a numpy.ndarray, got {type(given).__name__}")
+    if not cnp.PyArray_CheckExact(given) and isinstance(given, np.ma.MaskedArray):
+        raise TypeError(f"{name_of(argument)}: expected a plain numpy.ndarray, got a masked array")
+    cdef cnp.ndarray array = <cnp.ndarray>given
+    if not PyArray_ISNOTSWAPPED(array):
+        raise TypeError(f"{name_of(argument)}: expected native byte order, got dtype {array.dtype.str}")
+    cdef int number = cnp.PyArray_TYPE(array), ndim = cnp.PyArray_NDIM(array), i
+    view.dtype = dtype_of_number[number] if 0 <= number < 32 else user_dtype(array)
+    view.data = cnp.PyArray_DATA(array)
+    view.read_only = not PyArray_ISWRITEABLE(array)
+    view.ndim = ndim
+    cdef cnp.npy_intp* shape = cnp.PyArray_DIMS(array)
+    cdef cnp.npy_intp* strides = cnp.PyArray_STRIDES(array)
+    for i in range(ndim if ndim < 4 else 4):
+        view.shape[i] = shape[i]
+        view.strides[i] = strides[i]
+    return 0
+
+
+cdef int raise_status(const Status& status, object given) except -1:
+    """Raises what I6 says for this status; `given` is the array at fault, if there is one."""
+    cdef char[512] buffer
+    message(status, buffer, sizeof(buffer))
+    text = buffer.decode()
+    if status.code == Code.dtype and <DType><int>status.got == DType.other and given is not None:
+        text = text.replace("an unknown dtype", str(given.dtype))
+    if status.code == Code.missing or status.code == Code.dtype or status.code == Code.vendor_dtype:
+        raise TypeError(text)
+    if status.code == Code.index:
+        raise IndexError(text)
+    if status.code == Code.isa_unavailable:
+        raise RuntimeError(text)
+    raise ValueError(text)
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+cdef bint flag(str argument, value) except -1:
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise ValueError(f"{argument}: expected True or False, got {value!r}")
+
+
+cdef bint is_integer(value) except -1:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+cdef int read_splits(Operands* operands, size_splits) except -1:
+    cdef int i
+    if isinstance(size_splits, np.ndarray):
+        if size_splits.dtype.kind not in "iu" or size_splits.ndim != 1:
+            raise TypeError("size_splits: expected three integers, got an array of "
+                            f"{size_splits.ndim} dimensions and dtype {size_splits.dtype}")
+    elif not isinstance(size_splits, (list, tuple)):
+        raise TypeError(f"size_splits: expected a list, tuple or array of three integers, got {type(size_splits).__name__}")
+    if len(size_splits) != 3:
+        raise ValueError(f"size_splits: expected 3 integers, got {len(size_splits)}")
+    for i in range(3):
+        value = size_splits[i]
+        if not is_integer(value):
+            raise TypeError(f"size_splits[{i}]: expected an integer, got {type(value).__name__}")
+        if not 0 <= value < 1 << 62:
+            raise ValueError(f"size_splits[{i}]: expected a length in columns, got {value}")
+        operands.size_splits[i] = value
+    return 0
+
+
+cdef class Request:
+    """The arguments of one call or plan, as the core wants them; keeps alive what the core points at."""
+    cdef Operands operands
+    cdef Options options
+    cdef list arrays   # the operands as given, in the order of Argument; None where absent
+    cdef object isa
+    cdef int threads   # 0: automatic
+
+    cdef int set_array(self, Argument argument, given) except -1:
+        fill(&self.operands.view[<int>argument], given, argument)
+        self.arrays[<int>argument] = given
+        return 0
+
+    cdef int set_optional(self, Argument argument, given) except -1:
+        if given is not None:
+            self.set_array(argument, given)
+        return 0
+
+    cdef int set_out(self, out) except -1:
+        if out is None:
+            return 0
+        if not isinstance(out, (tuple, list)) or len(out) != 3:
+            raise ValueError(f"out: expected None or (q, k, v), got {type(out).__name__}"
+                             + (f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""))
+        self.set_optional(Argument.q, out[0])
+        self.set_optional(Argument.k, out[1])
+        self.set_optional(Argument.v, out[2])
+        return 0
+
+    cdef int set_columns(self, weight_scale, activation_scale, bias) except -1:
+        # C3: for float x these have no effect and are not looked at, whatever they are.
+        if self.operands.view[<int>Argument.x].dtype == DType.int32:
+            self.set_optional(Argument.weight_scale, weight_scale)
+            self.set_optional(Argument.activation_scale, activation_scale)
+            self.set_optional(Argument.bias, bias)
+        return 0
+
+    cdef int set_threads(self, num_threads) except -1:
+        if num_threads is None:
+            self.threads = 0
+        elif not is_integer(num_threads) or num_threads < 1:
+            raise ValueError(f"num_threads: expected None or an integer of at least 1, got {num_threads!r}")
+        else:
+            self.threads = num_threads if num_threads < 1 << 20 else 1 << 20
+        return 0
+
+    cdef int set_options(self, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index, allow_duplicates,
+                         vendor_limits, isa) except -1:
+        cdef Py_ssize_t length
+        if not (quant_mode == "static" if isinstance(quant_mode, str) else is_integer(quant_mode) and quant_mode == 0):
+            raise ValueError(f"quant_mode: expected 0 or 'static', got {quant_mode!r}")
+        if not isinstance(input_layout, str) or input_layout != "BSND":
+            raise ValueError(f"input_layout: expected 'BSND', got {input_layout!r}")
+        self.options.kv_output = flag("kv_output", kv_output)
+        if isinstance(cache_mode, str) and cache_mode == "contiguous":
+            self.options.cache_mode = CacheMode.contiguous
+        elif isinstance(cache_mode, str) and cache_mode == "page":
+            self.options.cache_mode = CacheMode.page
+        else:
+            raise ValueError(f"cache_mode: expected 'contiguous' or 'page', got {cache_mode!r}")
+        if isinstance(numerics, str) and numerics == "fp32":
+            self.options.numerics = Numerics.fp32
+        elif isinstance(numerics, str) and numerics == "ascend":
+            self.options.numerics = Numerics.ascend
+        else:
+            raise ValueError(f"numerics: expected 'fp32' or 'ascend', got {numerics!r}")
+        if padding_index is not None and not (is_integer(padding_index) and padding_index == -1):
+            raise ValueError(f"padding_index: expected None or -1, got {padding_index!r}")
+        self.options.skip_padding = padding_index is not None
+        self.options.allow_duplicates = flag("allow_duplicates", allow_duplicates)
+        self.options.vendor_limits = flag("vendor_limits", vendor_limits)
+        self.options.isa = NULL
+        self.isa = isa
+        if isa is not None:
+            if not isinstance(isa, str) or not isa or "\0" in isa:
+                raise ValueError(f"isa: expected None or one of {', '.join(target_names())}, got {isa!r}")
+            self.options.isa = PyUnicode_AsUTF8AndSize(isa, &length)
+        return 0
+
+    cdef int make_plan(self, CorePlan* plan) except -1:
+        cdef Status status = make_plan(self.operands, self.options, plan[0])
+        if status.code != Code.ok:
+            raise_status(status, self.arrays[<int>status.argument] if <int>status.argument < kOperandCount else None)
+        return 0
+
+
+cdef Request request(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
+                     weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics,
+                     padding_index, allow_duplicates, vendor_limits, out, num_threads, isa):
+    cdef Request r = Request.__new__(Request)
+    r.arrays = [None] * 19
+    r.set_array(Argument.x, x)
+    r.set_array(Argument.cos, cos)
+    r.set_array(Argument.sin, sin)
+    r.set_array(Argument.k_cache, k_cache)
+    r.set_array(Argument.v_cache, v_cache)
+    r.set_array(Argument.indices, indices)
+    r.set_array(Argument.scale_k, scale_k)
+    r.set_array(Argument.scale_v, scale_v)
+    read_splits(&r.operands, size_splits)
+    r.set_optional(Argument.offset_k, offset_k)
+    r.set_optional(Argument.offset_v, offset_v)
+    r.set_columns(weight_scale, activation_scale, bias)
+    r.set_options(quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index, allow_duplicates, vendor_limits, isa)
+    r.set_out(out)
+    r.set_threads(num_threads)
+    return r
+
+
+# ---- one call -------------------------------------------------------------------------------------------------------
+
+cdef object empty_output(cnp.ndarray like, const View& view):
+    cdef cnp.npy_intp[4] shape
+    cdef int i
+    for i in range(view.ndim):
+        shape[i] = view.shape[i]
+    cdef cnp.PyArray_Descr* descr = cnp.PyArray_DESCR(like)
+    Py_INCREF(<object>descr)  # stolen by the call
+    return PyArray_Empty(view.ndim, shape, descr, 0)
+
+
+cdef object execute(Request r, CorePlan* plan):
+    """prepare and run under a checked plan; returns (q, k, v, k_cache, v_cache)."""
+    cdef Call call
+    cdef Prepared prepared
+    cdef KvquantStack stack
+    cdef void* workspace = <void*>stack.bytes
+    cdef size_t bytes
+    cdef Status status
+    cdef int64_t tokens = plan.batch * plan.sequence
+    cdef int i
+    cdef View none
+    outputs = [None, None, None]
+    for i in range(3):
+        given = r.arrays[<int>Argument.q + i]
+        if given is None:
+            if i == 0 or r.options.kv_output:
+                given = empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], plan.operands.view[<int>Argument.q + i])
+                call.data[<int>Argument.q + i] = cnp.PyArray_DATA(<cnp.ndarray>given)
+            else:
+                none.ndim = 1
+                given = empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], none)
+        else:
+            call.data[<int>Argument.q + i] = r.operands.view[<int>Argument.q + i].data
+        outputs[i] = given
+    for i in range(<int>Argument.q):
+        call.data[i] = r.operands.view[i].data
+    call.batch = plan.batch
+    call.sequence = plan.sequence
+
+    bytes = workspace_size(plan[0], tokens)
+    if bytes > sizeof(stack):
+        workspace = kvquant_allocate(bytes)
+        if workspace == NULL:
+            raise MemoryError(f"kvquant: no memory for a workspace of {bytes} bytes")
+    # Other threads may run meanwhile where that is worth the switch; the request keeps every array alive.
+    if tokens * (plan.heads_q + 2 * plan.heads_kv) * plan.dim > 65536:
+        with nogil:
+            status = prepare(plan[0], call, workspace, bytes, prepared)
+            run(plan[0], prepared, 0, prepared.tokens)
+    else:
+        status = prepare(plan[0], call, workspace, bytes, prepared)
+        run(plan[0], prepared, 0, prepared.tokens)
+    if workspace != <void*>stack.bytes:
+        free(workspace)
+    if status.code != Code.ok:
+        raise_status(status, None)
+    return (outputs[0], outputs[1], outputs[2], r.arrays[<int>Argument.k_cache], r.arrays[<int>Argument.v_cache])
+
+
+def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None,
+                               offset_v=None, weight_scale=None, activation_scale=None, bias=None, quant_mode=0,
+                               input_layout="BSND", kv_output=False, cache_mode="contiguous", numerics="fp32",
+                               padding_index=None, allow_duplicates=False, vendor_limits=False, out=None,
+                               num_threads=None, isa=None):
+    """Dequantise, split into Q, K and V, rotate Q and K, quantise K and V to int8 and write them to their cache rows.
+
+    T = B*S tokens, H = (Nq + 2*Nkv)*D columns. "Output type" is the dtype of cos: float16, bfloat16 (of ml_dtypes) or
+    float32. The arithmetic, rounding by rounding, is docs/contract.md (C1-C8); the index and memory rules are I1-I9 there.
+
+    Parameters
+    ----------
+    x : ndarray [B, S, H] or [B, H] (then S = 1), int32 or the output type
+    cos, sin : ndarray [B, S, 1, D] or, for [B, H], [B, D]; the output type
+        Rotation in halves: o[j] = x[j]*cos[j] - x[j+D/2]*sin[j], o[j+D/2] = x[j+D/2]*cos[j+D/2] + x[j]*sin[j+D/2].
+    k_cache, v_cache : ndarray [C1, C2, Nkv, D], int8, written in place
+    indices : ndarray, int32 or int64
+        cache_mode "contiguous": [B]; token s of batch b goes to cache[b, indices[b] + s].
+        cache_mode "page": [B*S]; token t goes to row indices[t] of cache.reshape(-1, Nkv, D).
+    scale_k, scale_v : ndarray [Nkv, D], [Nkv*D], [Nkv, 1], [1] or 0-d, float32, finite and not zero
+        Stored is clamp(rint(value / scale + offset), -128, 127); NaN stores 0.
+    size_splits : three integers, (Nq*D, Nkv*D, Nkv*D)
+    offset_k, offset_v : like the scales, finite; each may come alone
+    weight_scale : ndarray [H], float32; required for int32 x
+    activation_scale : ndarray [B*S], float32
+    bias : ndarray [H]; int32 (added to x before scaling, wrapping), float32, float16 or bfloat16 (added after)
+        These three have no effect for float x and are then not looked at.
+    quant_mode : 0 or "static"
+    input_layout : "BSND"
+    kv_output : bool
+        Return the rotated k and the v as well.
+    numerics : "fp32" or "ascend" (the roundings of the NPU kernel for float16 output, C7)
+    padding_index : None or -1
+        With -1, rows whose index is -1 are computed but not cached.
+    allow_duplicates : bool
+        With True, the last of several tokens with the same index wins; otherwise they are an error ("page" only).
+    vendor_limits : bool
+        Also refuse what the NPU operator refuses (I8).
+    out : None or (q, k, v)
+        Arrays to write to; None for those to allocate, and for k and v without kv_output.
+    num_threads : None or int >= 1
+    isa : None or str
+        The target for this call; see kvquant.isa.available(). None: KVQUANT_ISA, else the best.
+
+    Returns
+    -------
+    (q, k, v, k_cache, v_cache)
+        q [B, S, Nq, D] or [B, Nq, D]; k and v [B, S, Nkv, D] or [B, Nkv, D], or shape (0,) without kv_output; the output
+        type. The caches are the objects passed in.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        Before anything is written; the message names the argument, what was expected and what came (I4, I6).
+    RuntimeError
+        isa or KVQUANT_ISA names a target that this machine can't run.
+    MemoryError
+        No memory for the results or the workspace; nothing was written.
+    """
+    cdef CorePlan plan
+    cdef Request r = request(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
+                             weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics,
+                             padding_index, allow_duplicates, vendor_limits, out, num_threads, isa)
+    r.make_plan(&plan)
+    return execute(r, &plan)
+
+
+cdef class Plan:
+    """The arguments of a call, checked as far as metadata goes; made by kvquant.plan(...). May be shared by threads."""
+    cdef Request bound
+    cdef CorePlan core
+
+    def run(self, indices=None, *, x=None, cos=None, sin=None, k_cache=None, v_cache=None, scale_k=None, scale_v=None,
+            offset_k=None, offset_v=None, weight_scale=None, activation_scale=None, bias=None, out=None, num_threads=None):
+        """Run the call; returns (q, k, v, k_cache, v_cache).
+
+        An operand given here takes the place of the plan's for this run only and may differ from it in shape, strides and
+        dtype. All values, and the arrays' shapes, are read anew. Errors as in kvquant.dequant_rope_quant_kvcache.
+        """
+        cdef Request r = Request.__new__(Request)
+        cdef CorePlan plan
+        cdef int i
+        cdef Request bound = self.bound
+        given = [x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v]
+        r.operands.size_splits = bound.operands.size_splits
+        r.options = bound.options
+        r.arrays = [None] * 19
+        for i in range(<int>Argument.weight_scale):
+            r.set_optional(<Argument>i, bound.arrays[i] if given[i] is None else given[i])
+        r.set_columns(bound.arrays[<int>Argument.weight_scale] if weight_scale is None else weight_scale,
+                      bound.arrays[<int>Argument.activation_scale] if activation_scale is None else activation_scale,
+                      bound.arrays[<int>Argument.bias] if bias is None else bias)
+        r.set_out(bound.arrays[<int>Argument.q:<int>Argument.v + 1] if out is None else out)
+        r.set_threads(num_threads)
+        r.make_plan(&plan)
+        return execute(r, &plan)
+
+    def describe(self):
+        """One readable paragraph: ISA, shapes, dtypes, cache mode, threads and the bytes of one call."""
+        cdef Request r = self.bound
+        cdef int64_t tokens = self.core.batch * self.core.sequence, kv = self.core.heads_kv * self.core.dim
+        cdef int64_t q = self.core.heads_q * self.core.dim
+        item = r.arrays[<int>Argument.cos].dtype.itemsize
+        read = tokens * ((q + 2 * kv) * r.arrays[0].dtype.itemsize + 2 * self.core.dim * item)
+        written = tokens * ((q + (2 * kv if r.options.kv_output else 0)) * item + 2 * kv)
+        return (f"kvquant plan: {r.arrays[0].dtype} x to {r.arrays[<int>Argument.cos].dtype}, B={self.core.batch} "
+                f"S={self.core.sequence} Nq={self.core.heads_q} Nkv={self.core.heads_kv} D={self.core.dim}, "
+                f"{'page' if r.options.cache_mode == CacheMode.page else 'contiguous'} cache "
+                f"{list(r.arrays[<int>Argument.k_cache].shape)}, isa {r.isa or active()}, "
+                f"threads {r.threads or 'auto'}, {read} bytes of x, cos and sin read, {written} bytes written a run")
+
+
+def plan(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None, offset_v=None,
+         weight_scale=None, activation_scale=None, bias=None, quant_mode=0, input_layout="BSND", kv_output=False,
+         cache_mode="contiguous", numerics="fp32", padding_index=None, allow_duplicates=False, vendor_limits=False, out=None,
+         num_threads=None, isa=None):
+    """Check the metadata of a call (see dequant_rope_quant_kvcache) and bind its arrays: returns a Plan.
+
+    Reads no values and writes nothing; errors in shapes, dtypes, strides and options are raised here.
+    """
+    cdef Plan result = Plan.__new__(Plan)
+    result.bound = request(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
+                           weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics,
+                           padding_index, allow_duplicates, vendor_limits, out, num_threads, isa)
+    if result.bound.arrays[<int>Argument.weight_scale] is None:
+        result.bound.arrays[<int>Argument.weight_scale] = weight_scale
+        result.bound.arrays[<int>Argument.activation_scale] = activation_scale
+        result.bound.arrays[<int>Argument.bias] = bias
+    result.bound.make_plan(&result.core)
+    return result
+
+
+# ---- targets; kvquant.isa is the public face ------------------------------------------------------------------------
+
+def target_names():
+    return [target_name(i).decode() for i in range(target_count())]
+
+
+def missing_features():
+    return [target_missing(i).decode() if target_missing(i) != NULL else None for i in range(target_count())]
+
+
+def active():
+    cdef int index = 0
+    cdef Status status = active_target(index)
+    if status.code != Code.ok:
+        raise_status(status, None)
+    return target_name(index).decode()
+
+
+def rows_written():
+    """Cache rows (K and V counted apart) that each target's kernels have written in this process: name to count."""
+    return {target_name(i).decode(): target_rows(i) for i in range(target_count())}
+
+
+compiler = KVQUANT_COMPILER.decode()
