@@ -389,9 +389,10 @@ def _check_indices(indices, given, call):
 
 def _check_scale(name, array):
     """C6: scales finite and not zero, offsets finite; by their bits, which no flush-to-zero setting can hide."""
-    zero_allowed = name.startswith("offset")
-    for position, bits in enumerate(array.reshape(-1).view(np.uint32).tolist()):
-        magnitude = bits & 0x7FFFFFFF
-        good = magnitude < 0x7F800000 and (magnitude > 0 or zero_allowed)
-        expected = "a finite float32" if zero_allowed else "a finite, non-zero float32"
-        _require(good, ValueError, f"{name}[{position}]", expected, array.reshape(-1)[position])
+    values = array.reshape(-1)
+    magnitude = values.view(np.uint32) & 0x7FFFFFFF
+    bad, expected = magnitude >= 0x7F800000, "a finite float32"
+    if name.startswith("scale"):
+        bad, expected = bad | (magnitude == 0), "a finite, non-zero float32"
+    for position in np.flatnonzero(bad)[:1]:
+        _require(False, ValueError, f"{name}[{position}]", expected, values[position])

@@ -15,8 +15,9 @@ namespace {
 
 constexpr Target kTargets[] = {
 #if defined(__x86_64__)
+    {"avx512_bf16", &kAvx512Bf16Table, "os-zmm avx512f avx512bw avx512vl avx512dq avx512_bf16"},
     {"avx512", &kAvx512Table, "os-zmm avx512f avx512bw avx512vl avx512dq"},
-    {"avx2", &kAvx2Table, "os-ymm avx2 f16c"},
+    {"avx2", &kAvx2Table, "os-ymm avx2 f16c fma"},
 #endif
     {"scalar", &kScalarTable, ""},
 };
@@ -33,15 +34,18 @@ bool has(const CpuAnswers& cpu, const char* feature) {
   if (is("os-ymm")) return (cpu.xcr0 & 0x06) == 0x06;
   if (is("os-zmm")) return (cpu.xcr0 & 0xE6) == 0xE6;
   if (is("f16c")) return bit(cpu.leaf1_ecx, 29);
+  if (is("fma")) return bit(cpu.leaf1_ecx, 12);
   if (is("avx2")) return bit(leaf7, 5) && bit(cpu.leaf1_ecx, 28);
   if (is("avx512f")) return bit(leaf7, 16);
   if (is("avx512dq")) return bit(leaf7, 17);
   if (is("avx512bw")) return bit(leaf7, 30);
   if (is("avx512vl")) return bit(leaf7, 31);
+  if (is("avx512_bf16")) return bit(cpu.max_leaf >= 7 ? cpu.leaf7_1_eax : 0, 5);
   return false;
 }
 
-const char* const kFeatureNames[] = {"os-ymm", "os-zmm", "f16c", "avx2", "avx512f", "avx512dq", "avx512bw", "avx512vl"};
+const char* const kFeatureNames[] = {"os-ymm", "os-zmm", "f16c", "fma", "avx2", "avx512f", "avx512dq", "avx512bw", "avx512vl",
+                                     "avx512_bf16"};
 
 int index_of(const char* isa) {
   for (int i = 0; i < kTargetCount; ++i)

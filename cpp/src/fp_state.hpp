@@ -35,5 +35,12 @@ class FpState {
 #endif
 };
 
+// I9: makes non-temporal stores visible to other threads. Where a target has none, there is nothing to do.
+inline void store_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 }  // namespace detail
 }  // namespace kvquant

@@ -16,8 +16,10 @@ struct Part {
   const char* weight_scale;                 // float32 [heads*dim]; null for float x
   const char* bias;                         // int32 or float32 [heads*dim]; null for float x
   const char* scale;                        // float32 [heads*dim]; null if nothing is quantised
+  const char* reciprocal;                   // float32 [heads*dim], 1/scale; null: divide (see divide() in simd/avx512.hpp)
   const char* offset;                       // float32 [heads*dim]
   bool block_tokens;                        // columns are worth keeping in registers over four tokens
+  bool stream_out, stream_rows;             // non-temporal stores; every head then starts at a multiple of 64 bytes
 };
 
 // One token of one part.
@@ -42,7 +44,7 @@ struct KernelTable {
   Kernel kernels[2][kSources][kOutputs][kJobs];
 };
 
-extern const KernelTable kScalarTable, kAvx2Table, kAvx512Table;
+extern const KernelTable kScalarTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table;
 
 }  // namespace detail
 }  // namespace kvquant

@@ -4,19 +4,17 @@
 // Each target includes this file inside its own anonymous namespace after its simd header, with its own compiler flags: the
 // linker must never merge these functions with those of another target, so there is nothing here with external linkage.
 
-struct Pair {
-  F a, b;  // columns j and j + dim/2 of one head
-};
-
 // The first `kLanes` or, in the last block of a half head, the first n elements.
 template <class T, bool kTail>
 inline F load_block(T type, const char* p, int n) {
   if constexpr (kTail) return load_n(type, p, n);
   else return load(type, p);
 }
-template <class T, bool kTail>
-inline void store_block(T type, char* p, F value, int n) {
+// stream_it: non-temporal, for data that no cache will hold anyway; operator.cpp grants it for aligned rows only.
+template <class T, bool kTail, class Value>
+inline void store_block(T type, char* p, Value value, int n, bool stream_it) {
   if constexpr (kTail) store_n(type, p, value, n);
+  else if (stream_it) stream(type, p, value);
   else store(type, p, value);
 }
 
@@ -30,6 +28,7 @@ struct Column {
 // Sources: columns(c) loads what all tokens share, load(...) gives the float32 pair (C2, C3).
 template <class T, bool kTail>
 struct FloatSource {
+  template <class Other> static constexpr bool kIs = is_same<T, Other>;
   struct Columns {};
   static inline Columns columns(const Part&, const Column&) { return {}; }
   static inline Pair load(const Columns&, const Token&, const char* x, const Column& c) {
@@ -39,6 +38,7 @@ struct FloatSource {
 
 template <bool kTail>
 struct FloatBiasSource {
+  template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
   struct Columns {
     Pair scale, bias;
   };
@@ -57,6 +57,7 @@ struct FloatBiasSource {
 
 template <bool kTail>
 struct IntBiasSource {
+  template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
   struct Columns {
     Pair scale;
     const char *bias_a, *bias_b;
@@ -83,62 +84,127 @@ inline F rounded(F value) {
   if constexpr (kAscend) return round_float16(value);
   else return value;
 }
-template <bool kAscend>
+template <bool kAscend, bool kExactProducts>
 inline Pair rotate(Pair x, Pair cos, Pair sin) {
+  // Products of two float16 values are exact in float32, so that fusing them with the sum gives the same bits.
+  if constexpr (kExactProducts && !kAscend)
+    return {multiply_subtract(x.a, cos.a, mul(x.b, sin.a)), multiply_add(x.b, cos.b, mul(x.a, sin.b))};
   const F a = rounded<kAscend>(x.a), b = rounded<kAscend>(x.b);
   return {rounded<kAscend>(sub(rounded<kAscend>(mul(a, cos.a)), rounded<kAscend>(mul(b, sin.a)))),
           rounded<kAscend>(add(rounded<kAscend>(mul(b, cos.b)), rounded<kAscend>(mul(a, sin.b))))};
 }
 
-// N tokens of one block of columns, over all heads. cos and sin are widened once a token, the column vectors loaded once
-// for N tokens.
-template <class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend, bool kTail, int N>
-inline void tile(const Part& p, const Token* tokens, std::int64_t j, int n) {
+// cos and sin of one token, widened to float32 once for all heads. The blocks of a chunk of half a head lie at
+// [0] cos[j], [1] cos[j + dim/2], [2] sin[j], [3] sin[j + dim/2]; lanes past the end are 0.
+constexpr std::int64_t kChunk = 128;
+struct Rotation {
+  alignas(64) char values[4][kChunk * 4];
+};
+template <class OutT>
+inline void widen_rotation(Rotation& rotation, const Token& token, std::int64_t begin, std::int64_t end, std::int64_t half) {
+  const char* const sources[4] = {token.cos, token.cos + half * kSize<OutT>, token.sin, token.sin + half * kSize<OutT>};
+  for (int i = 0; i < 4; ++i)
+    for (std::int64_t j = begin; j < end; j += kLanes) {
+      const char* const p = sources[i] + j * kSize<OutT>;
+      char* const to = rotation.values[i] + (j - begin) * 4;
+      if (end - j >= kLanes) store_raw(to, load(OutT{}, p));
+      else store_raw(to, load_n(OutT{}, p, static_cast<int>(end - j)));
+    }
+}
+
+// What quantising needs of one block of columns.
+struct Channels {
+  Pair scale, reciprocal, offset;
+};
+
+// N tokens of kBlocks neighbouring blocks of columns in both halves of one head (the tokens' pointers are at that head). The
+// column vectors are loaded once for all tokens. Two blocks make narrowing to int8 cheaper.
+// Inlined by force: called out of line, it would take the address of everything kept in registers.
+template <class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend, bool kTail, int N, int kBlocks>
+__attribute__((always_inline)) inline void tile(const Part& p, const Token* tokens, const Rotation* rotations,
+                                                std::int64_t first, std::int64_t j, std::int64_t in_chunk, int n) {
+  static_assert(kBlocks == 1 || !kTail);
   const std::int64_t half = p.dim / 2;
-  Pair cos[N], sin[N];
-  if constexpr (kRotate) {
-    for (int t = 0; t < N; ++t) {
-      cos[t] = {load_block<OutT, kTail>(OutT{}, tokens[t].cos + j * kSize<OutT>, n),
-                load_block<OutT, kTail>(OutT{}, tokens[t].cos + (j + half) * kSize<OutT>, n)};
-      sin[t] = {load_block<OutT, kTail>(OutT{}, tokens[t].sin + j * kSize<OutT>, n),
-                load_block<OutT, kTail>(OutT{}, tokens[t].sin + (j + half) * kSize<OutT>, n)};
+  Column c[kBlocks];
+  typename SourceT::Columns columns[kBlocks];
+  Channels channels[kBlocks];
+  for (int i = 0; i < kBlocks; ++i) {
+    const std::int64_t at = j + i * kLanes;
+    c[i] = {first + at, first + at + half, at, at + half, n};
+    columns[i] = SourceT::columns(p, c[i]);
+    if constexpr (kCacheIt) {
+      const auto load_pair = [&](const char* values) -> Pair {
+        return {load_block<Float32, kTail>(Float32{}, values + c[i].a * 4, n),
+                load_block<Float32, kTail>(Float32{}, values + c[i].b * 4, n)};
+      };
+      channels[i].scale = load_pair(p.scale);
+      channels[i].offset = load_pair(p.offset);
+      if (p.reciprocal) channels[i].reciprocal = load_pair(p.reciprocal);
     }
   }
-  for (std::int64_t h = 0; h < p.heads; ++h) {
-    const std::int64_t first = h * p.dim + j;
-    const Column c{first, first + half, j, j + half, n};
-    const auto columns = SourceT::columns(p, c);
-    Pair scale, offset;
-    if constexpr (kCacheIt) {
-      scale = {load_block<Float32, kTail>(Float32{}, p.scale + c.a * 4, n), load_block<Float32, kTail>(Float32{}, p.scale + c.b * 4, n)};
-      offset = {load_block<Float32, kTail>(Float32{}, p.offset + c.a * 4, n),
-                load_block<Float32, kTail>(Float32{}, p.offset + c.b * 4, n)};
-    }
-    for (int t = 0; t < N; ++t) {
-      Pair value = SourceT::load(columns, tokens[t], tokens[t].x + h * p.x_head, c);
-      if constexpr (kRotate) value = rotate<kAscend>(value, cos[t], sin[t]);
+  for (int t = 0; t < N; ++t) {
+    Pair value[kBlocks], scaled[kBlocks];
+    for (int i = 0; i < kBlocks; ++i) {
+      value[i] = SourceT::load(columns[i], tokens[t], tokens[t].x, c[i]);
+      if constexpr (kRotate) {
+        const auto at = [&](int k) { return load(Float32{}, rotations[t].values[k] + (in_chunk + i * kLanes) * 4); };
+        value[i] = rotate<kAscend, SourceT::template kIs<Float16>>(value[i], {at(0), at(1)}, {at(2), at(3)});
+      }
       if constexpr (kOutIt) {
-        char* out = tokens[t].out + h * p.out_head;
-        store_block<OutT, kTail>(OutT{}, out + c.in_a * kSize<OutT>, value.a, n);
-        store_block<OutT, kTail>(OutT{}, out + c.in_b * kSize<OutT>, value.b, n);
+        store_block<OutT, kTail>(OutT{}, tokens[t].out + c[i].in_a * kSize<OutT>, value[i].a, n, p.stream_out);
+        store_block<OutT, kTail>(OutT{}, tokens[t].out + c[i].in_b * kSize<OutT>, value[i].b, n, p.stream_out);
       }
       if constexpr (kCacheIt) {
-        char* row = reinterpret_cast<char*>(tokens[t].row) + h * p.row_head;
-        store_block<Int8, kTail>(Int8{}, row + c.in_a, add(div(value.a, scale.a), offset.a), n);
-        store_block<Int8, kTail>(Int8{}, row + c.in_b, add(div(value.b, scale.b), offset.b), n);
+        const Channels& k = channels[i];
+        if (p.reciprocal)
+          scaled[i] = {divide(value[i].a, k.scale.a, k.reciprocal.a), divide(value[i].b, k.scale.b, k.reciprocal.b)};
+        else
+          scaled[i] = {div(value[i].a, k.scale.a), div(value[i].b, k.scale.b)};
+        scaled[i] = {add(scaled[i].a, k.offset.a), add(scaled[i].b, k.offset.b)};
+      }
+    }
+    if constexpr (kCacheIt) {
+      char* const row = reinterpret_cast<char*>(tokens[t].row);
+      if constexpr (kBlocks == 2) {
+        store_block<Int8, false>(Int8{}, row + c[0].in_a, quantise(value[0].a, scaled[0].a, value[1].a, scaled[1].a), n, p.stream_rows);
+        store_block<Int8, false>(Int8{}, row + c[0].in_b, quantise(value[0].b, scaled[0].b, value[1].b, scaled[1].b), n, p.stream_rows);
+      } else {
+        store_block<Int8, kTail>(Int8{}, row + c[0].in_a, quantise(value[0].a, scaled[0].a), n, p.stream_rows);
+        store_block<Int8, kTail>(Int8{}, row + c[0].in_b, quantise(value[0].b, scaled[0].b), n, p.stream_rows);
       }
     }
   }
 }
 
 template <template <bool> class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend, int N>
-inline void all_columns(const Part& p, const Token* tokens) {
-  const std::int64_t half = p.dim / 2, whole = half - half % kLanes;
-  for (std::int64_t j = 0; j < whole; j += kLanes)
-    tile<SourceT<false>, OutT, kRotate, kCacheIt, kOutIt, kAscend, false, N>(p, tokens, j, kLanes);
-  if (whole < half)
-    for (int t = 0; t < N; ++t)
-      tile<SourceT<true>, OutT, kRotate, kCacheIt, kOutIt, kAscend, true, 1>(p, tokens + t, whole, static_cast<int>(half - whole));
+inline void all_columns(const Part& part, const Token* tokens) {
+  const Part p = part;  // a copy that no store can alias
+  const std::int64_t half = p.dim / 2;
+  Rotation rotations[kRotate ? N : 1];
+  for (std::int64_t begin = 0; begin < half; begin += kChunk) {
+    const std::int64_t end = begin + kChunk < half ? begin + kChunk : half, whole = end - (end - begin) % kLanes;
+    Token at[N];
+    for (int t = 0; t < N; ++t) {
+      at[t] = tokens[t];
+      if constexpr (kRotate) widen_rotation<OutT>(rotations[t], at[t], begin, end, half);
+    }
+    for (std::int64_t first = 0; first < p.heads * p.dim; first += p.dim) {
+      std::int64_t j = begin;
+      if constexpr (N == 1)
+        for (; j + 2 * kLanes <= whole; j += 2 * kLanes)
+          tile<SourceT<false>, OutT, kRotate, kCacheIt, kOutIt, kAscend, false, N, 2>(p, at, rotations, first, j, j - begin, kLanes);
+      for (; j < whole; j += kLanes)
+        tile<SourceT<false>, OutT, kRotate, kCacheIt, kOutIt, kAscend, false, N, 1>(p, at, rotations, first, j, j - begin, kLanes);
+      for (int t = 0; t < N; ++t) {
+        if (whole < end)
+          tile<SourceT<true>, OutT, kRotate, kCacheIt, kOutIt, kAscend, true, 1, 1>(
+              p, at + t, rotations + (kRotate ? t : 0), first, whole, whole - begin, static_cast<int>(end - whole));
+        at[t].x += p.x_head;
+        if constexpr (kOutIt) at[t].out += p.out_head;
+        if constexpr (kCacheIt) at[t].row += p.row_head;
+      }
+    }
+  }
 }
 
 template <template <bool> class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend>

@@ -12,6 +12,11 @@ namespace {
 #include "simd/half.hpp"
 
 constexpr std::size_t kAlign = 64;
+// Measured on W1 and W3: from about this row length on, the columns no longer stay in L1 from token to token.
+constexpr std::int64_t kLongRow = 3072;
+// Non-temporal stores: for cache rows, which nobody reads back before attention does, from the first few tokens on; for
+// outputs where x and they exceed the second-level cache, so that they would be written back anyway.
+constexpr std::int64_t kStreamRowBytes = 16384, kStreamOutBytes = std::int64_t{2} << 20;
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;
 
 // Byte offsets of the workspace's pieces.
@@ -33,7 +38,7 @@ Layout layout_of(const Plan& plan, std::int64_t tokens) {
   };
   const std::size_t columns = plan.pack_columns ? static_cast<std::size_t>(columns_of(plan)) : 0;
   const auto rows = static_cast<std::size_t>(tokens) * sizeof(std::int8_t*);
-  layout.per_channel = take(static_cast<std::size_t>(4 * columns_kv(plan)) * sizeof(float));
+  layout.per_channel = take(static_cast<std::size_t>(6 * columns_kv(plan)) * sizeof(float));
   layout.weight_scale = take(columns * sizeof(float));
   layout.bias = take(columns * sizeof(float));
   layout.k_rows = take(rows);
@@ -75,6 +80,7 @@ class Preparer {
   Status pack_scales();
   void pack_columns();
   Status resolve_rows();
+  void choose_stores();
   const Layout& layout() const { return layout_; }
 
  private:
@@ -155,15 +161,25 @@ Status Preparer::check_memory() const {
 Status Preparer::pack_scales() {
   auto* packed = reinterpret_cast<float*>(workspace_ + layout_.per_channel);
   const std::int64_t columns = columns_kv(plan_);
-  const float** const results[4] = {&out_.scale_k, &out_.scale_v, &out_.offset_k, &out_.offset_v};
-  const Argument arguments[4] = {Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v};
-  for (int i = 0; i < 4; ++i, packed += columns) {
-    *results[i] = packed;
-    if (is_read(arguments[i])) {
-      if (Status s = pack_per_channel(view_of(arguments[i]), arguments[i], i < 2, plan_.heads_kv, plan_.dim, packed)) return s;
-    } else {
-      std::memset(packed, 0, static_cast<std::size_t>(columns) * sizeof(float));  // adding 0 keeps every quantised value
+  const Argument arguments[2][2] = {{Argument::scale_k, Argument::offset_k}, {Argument::scale_v, Argument::offset_v}};
+  Channels* const results[2] = {&out_.k_channels, &out_.v_channels};
+  const FpState state;
+  for (int i = 0; i < 2; ++i) {
+    float *const scale = packed, *const offset = packed + columns, *const reciprocal = packed + 2 * columns;
+    packed += 3 * columns;
+    if (Status s = pack_per_channel(view_of(arguments[i][0]), arguments[i][0], true, plan_.heads_kv, plan_.dim, scale)) return s;
+    if (!is_read(arguments[i][1]))
+      std::memset(offset, 0, static_cast<std::size_t>(columns) * sizeof(float));  // adding 0 keeps every quantised value
+    else if (Status s = pack_per_channel(view_of(arguments[i][1]), arguments[i][1], false, plan_.heads_kv, plan_.dim, offset))
+      return s;
+    // The range in which the kernels may multiply by the reciprocal: divide() in simd/avx512.hpp says why.
+    std::uint32_t outside = 0;
+    for (std::int64_t c = 0; c < columns; ++c) {
+      const std::uint32_t scale_exponent = bits_of(scale[c]) >> 23 & 0xFFu, offset_exponent = bits_of(offset[c]) >> 23 & 0xFFu;
+      outside |= static_cast<std::uint32_t>(scale_exponent - 87u > 59u) | static_cast<std::uint32_t>(offset_exponent > 146u);
+      reciprocal[c] = 1.0f / scale[c];
     }
+    *results[i] = {scale, offset, outside ? nullptr : reciprocal};
   }
   return {};
 }
@@ -282,6 +298,23 @@ Status Preparer::resolve_duplicates() {
   return {};
 }
 
+template <class... Values>
+bool all_aligned(Values... values) {
+  return ((static_cast<std::uintptr_t>(values) | ...) % kAlign) == 0;
+}
+
+// Where non-temporal stores win; they need whole, aligned cache lines.
+void Preparer::choose_stores() {
+  const auto address = [&](Argument argument) { return reinterpret_cast<std::uintptr_t>(call_[argument]); };
+  const View &k = plan_.operands[Argument::k_cache], &v = plan_.operands[Argument::v_cache];
+  const std::int64_t row_bytes = 2 * out_.tokens * columns_kv(plan_);
+  out_.stream_rows = row_bytes >= kStreamRowBytes && plan_.dim / 2 % 16 == 0 &&
+                     all_aligned(address(Argument::k_cache), address(Argument::v_cache), plan_.dim, k.strides[0], k.strides[1],
+                                 k.strides[2], v.strides[0], v.strides[1], v.strides[2]);
+  const std::int64_t item = item_size(plan_.operands[Argument::cos].dtype), x_item = plan_.integer_x ? 4 : item;
+  out_.stream_out = out_.tokens * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
+}
+
 bool is_bad(std::uint32_t bits, bool is_scale) {
   return (bits & 0x7F800000u) == 0x7F800000u || (is_scale && (bits & 0x7FFFFFFFu) == 0);
 }
@@ -332,13 +365,15 @@ std::int64_t run_part(const Plan& plan, const Prepared& prepared, int stream_ind
   if (plan.integer_x) {
     part.weight_scale = reinterpret_cast<const char*>(prepared.weight_scale + column);
     part.bias = static_cast<const char*>(prepared.bias) + column * 4;
-    part.block_tokens = columns_of(plan) >= 3072;
+    part.block_tokens = columns_of(plan) >= kLongRow;
   }
   std::int8_t* const* rows = nullptr;
   if (stream_index > 0) {
     const bool is_k = stream_index == 1;
-    part.scale = reinterpret_cast<const char*>(is_k ? prepared.scale_k : prepared.scale_v);
-    part.offset = reinterpret_cast<const char*>(is_k ? prepared.offset_k : prepared.offset_v);
+    const Channels& channels = is_k ? prepared.k_channels : prepared.v_channels;
+    part.scale = reinterpret_cast<const char*>(channels.scale);
+    part.offset = reinterpret_cast<const char*>(channels.offset);
+    part.reciprocal = reinterpret_cast<const char*>(channels.reciprocal);
     part.row_head = views[is_k ? Argument::k_cache : Argument::v_cache].strides[2];
     rows = is_k ? prepared.k_rows : prepared.v_rows;
   }
@@ -348,6 +383,11 @@ std::int64_t run_part(const Plan& plan, const Prepared& prepared, int stream_ind
   const View &cos = views[Argument::cos], &sin = views[Argument::sin];
   const std::int64_t cos_step = plan.three_d ? cos.strides[1] : 0, sin_step = plan.three_d ? sin.strides[1] : 0;
   char* const out = static_cast<char*>(call[output]);
+
+  const std::int64_t item = item_size(views[Argument::cos].dtype);
+  part.stream_out = prepared.stream_out && all_aligned(reinterpret_cast<std::uintptr_t>(out), stream.out_batch,
+                                                       stream.out_sequence, stream.out_head, plan.dim / 2 * item);
+  part.stream_rows = prepared.stream_rows;
 
   Token cached[kGroup], uncached[kGroup];
   std::int64_t written = 0;
@@ -405,6 +445,7 @@ Status prepare(const Plan& plan, const Call& call, void* workspace, std::size_t 
   if (!status) status = preparer.pack_scales();
   if (!status) status = preparer.resolve_rows();
   if (!status && plan.integer_x) preparer.pack_columns();
+  if (!status) preparer.choose_stores();
   if (status) prepared.tokens = 0;  // run does nothing
   return status;
 }
@@ -416,6 +457,7 @@ void run(const Plan& plan, const Prepared& prepared, std::int64_t first, std::in
   const detail::FpState state;
   std::int64_t written = 0;
   for (int i = 0; i < 3; ++i) written += detail::run_part(plan, prepared, i, first, last);
+  if (prepared.stream_out || prepared.stream_rows) detail::store_fence();
   detail::count_rows(*plan.target, written);
 }
 

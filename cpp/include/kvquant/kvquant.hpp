@@ -199,14 +199,22 @@ struct Call {
   void* operator[](Argument a) const { return data[static_cast<int>(a)]; }
 };
 
+namespace detail {
+// Packed per-channel vectors [Nkv*D] of K or V; reciprocal is null where the kernels must divide.
+struct Channels {
+  const float *scale = nullptr, *offset = nullptr, *reciprocal = nullptr;
+};
+}  // namespace detail
+
 // The result of prepare; points into the workspace and at the operands of the call, owns nothing.
 struct Prepared {
   std::size_t size = sizeof(Prepared);
   Call call;
   std::int64_t tokens = 0;
-  const float *scale_k = nullptr, *offset_k = nullptr, *scale_v = nullptr, *offset_v = nullptr;  // [Nkv*D], packed
+  detail::Channels k_channels, v_channels;
   const float* weight_scale = nullptr;  // [H]
   const void* bias = nullptr;           // [H], int32 or float32
+  bool stream_out = false, stream_rows = false;  // non-temporal stores for outputs, for cache rows
   std::int8_t *const *k_rows = nullptr, *const *v_rows = nullptr;  // per token: its cache row; null: not cached
 };
 

@@ -5,12 +5,18 @@ constexpr int kBlock = 4;  // tokens that share the column vectors where rows ar
 struct F {
   __m512 v;
 };
+struct Pair {
+  F a, b;  // columns j and j + dim/2 of one head
+};
 
 inline F broadcast(float value) { return {_mm512_set1_ps(value)}; }
 inline F add(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F sub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F mul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+// For exact products only, where fused and separate rounding give the same bits.
+inline F multiply_add(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F multiply_subtract(F a, F b, F c) { return {_mm512_fmsub_ps(a.v, b.v, c.v)}; }
 
 inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
 inline F widen(__m256i bfloat16) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16), 16))}; }
@@ -37,25 +43,57 @@ inline __m512 canonical(F a) {
   return _mm512_fixupimm_ps(_mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)), a.v, _mm512_set1_epi32(0x11111100), 0);
 }
 inline __m256i narrow_half(__m512 a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline __m256i narrow(Bfloat16, F a);  // each target's own
 inline __m256i narrow(Float16, F a) { return narrow_half(canonical(a)); }
-inline __m256i narrow(Bfloat16, F a) {  // nearest even by integer arithmetic: vcvtneps2bf16 flushes subnormals
+// Nearest even by integer arithmetic, for every input.
+inline __m256i round_bfloat16(F a) {
   const __m512i bits = _mm512_castps_si512(canonical(a));
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd), 16));
 }
+
+// True division by a scale whose reciprocal, rounded to nearest, is known: five operations at full rate, where vdivps takes
+// ten cycles. The first refinement brings the quotient within one unit in the last place, the second gives the correctly
+// rounded one (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990, theorem 8.2), as long as
+// no intermediate value leaves the normal range. operator.cpp gives reciprocals only for 2^-40 <= |scale| <= 2^20 and
+// |offset| <= 2^20. With |value| limited to 2^60 nothing overflows, and a quotient that the limit changes stays beyond 2^40:
+// it saturates either way. A quotient so small that the residual underflows is far below 2^-30 and can't change rint().
+// A NaN becomes 2^60 here; quantise() looks at the value itself.
+inline F divide(F value, F scale, F reciprocal) {
+  const __m512 v = _mm512_range_ps(value.v, _mm512_set1_ps(0x1p60f), 2);  // the smaller magnitude, with the sign of value
+  __m512 q = _mm512_mul_ps(v, reciprocal.v);
+  q = _mm512_fmadd_ps(_mm512_fnmadd_ps(scale.v, q, v), reciprocal.v, q);
+  q = _mm512_fmadd_ps(_mm512_fnmadd_ps(scale.v, q, v), reciprocal.v, q);
+  return {q};
+}
 // C6. A value of at least 2^31 would convert to INT_MIN, so 127 is the upper bound before the conversion; below, INT_MIN
 // saturates to -128 as it should. NaN lanes are zeroed by the mask.
-inline __m128i narrow(Int8, F a) {
-  const __mmask16 ordered = _mm512_cmp_ps_mask(a.v, a.v, _CMP_ORD_Q);
-  return _mm512_cvtsepi32_epi8(_mm512_maskz_cvtps_epi32(ordered, _mm512_min_ps(a.v, _mm512_set1_ps(127.0f))));
+inline __m512i to_int32(F value, F scaled) {
+  const __mmask16 ordered = _mm512_cmp_ps_mask(value.v, value.v, _CMP_ORD_Q);
+  return _mm512_maskz_cvtps_epi32(ordered, _mm512_min_ps(scaled.v, _mm512_set1_ps(127.0f)));
+}
+inline __m128i quantise(F value, F scaled) { return _mm512_cvtsepi32_epi8(to_int32(value, scaled)); }
+// Two neighbouring blocks at once: three shuffles instead of four.
+inline __m256i quantise(F value0, F scaled0, F value1, F scaled1) {
+  // packs works per 128-bit quarter: quarter i holds bytes 4i..4i+3 of block 0, then those of block 1.
+  const __m512i words = _mm512_packs_epi32(to_int32(value0, scaled0), to_int32(value1, scaled1));
+  const __m512i bytes = _mm512_packs_epi16(words, words);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
+  return _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, bytes));
 }
 
 inline F round_float16(F a) { return {_mm512_cvtph_ps(narrow_half(a.v))}; }
+inline void store_raw(char* p, F a) { _mm512_storeu_ps(p, a.v); }
 inline void store(Float32, char* p, F a) { _mm512_storeu_ps(p, canonical(a)); }
 inline void store(Float16, char* p, F a) { _mm256_storeu_epi16(p, narrow(Float16{}, a)); }
 inline void store(Bfloat16, char* p, F a) { _mm256_storeu_epi16(p, narrow(Bfloat16{}, a)); }
-inline void store(Int8, char* p, F a) { _mm_storeu_epi8(p, narrow(Int8{}, a)); }
+inline void store(Int8, char* p, __m128i a) { _mm_storeu_epi8(p, a); }
+inline void store(Int8, char* p, __m256i a) { _mm256_storeu_epi8(p, a); }
 inline void store_n(Float32, char* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), canonical(a)); }
 inline void store_n(Float16, char* p, F a, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(Float16{}, a)); }
 inline void store_n(Bfloat16, char* p, F a, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(Bfloat16{}, a)); }
-inline void store_n(Int8, char* p, F a, int n) { _mm_mask_storeu_epi8(p, first(n), narrow(Int8{}, a)); }
+inline void store_n(Int8, char* p, __m128i a, int n) { _mm_mask_storeu_epi8(p, first(n), a); }
+inline void stream(Float32, char* p, F a) { _mm512_stream_ps(reinterpret_cast<float*>(p), canonical(a)); }
+template <class T> inline void stream(T half, char* p, F a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(half, a)); }
+inline void stream(Int8, char* p, __m128i a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), a); }
+inline void stream(Int8, char* p, __m256i a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), a); }

@@ -13,8 +13,8 @@ inline F load_sum_n(const char* x, const char* bias, int n) {
   __builtin_memcpy(b, bias, static_cast<std::size_t>(n * 4));
   return load_sum(a, b);
 }
-template <class T>
-inline void store_n(T type, char* p, F value, int n) {
+template <class T, class Value>
+inline void store_n(T type, char* p, Value value, int n) {
   char buffer[kLanes * kSize<T>];
   store(type, buffer, value);
   __builtin_memcpy(p, buffer, static_cast<std::size_t>(n * kSize<T>));

@@ -2,9 +2,11 @@
 // Knows no operator. Included inside an anonymous namespace.
 
 constexpr int kBlock = 1;  // tokens that share the column vectors where rows are long: nothing stays in registers here
-
 struct F {
   float lane[kLanes];
+};
+struct Pair {
+  F a, b;  // columns j and j + dim/2 of one head
 };
 
 template <class Function>
@@ -39,6 +41,11 @@ inline F mul(F a, F b) {
 inline F div(F a, F b) {
   return each([&](int i) { return a.lane[i] / b.lane[i]; });
 }
+// For exact products only; separate rounding gives the bits that a fused operation gives there.
+inline F multiply_add(F a, F b, F c) { return add(mul(a, b), c); }
+inline F multiply_subtract(F a, F b, F c) { return sub(mul(a, b), c); }
+// The vector targets multiply by the reciprocal here, refined to the same bits.
+inline F divide(F value, F scale, F) { return div(value, scale); }
 inline F round_float16(F a) {
   return each([&](int i) { return float_of(widen_float16(narrow_float16(bits_of(a.lane[i])))); });
 }
@@ -74,13 +81,35 @@ inline void store(Float16, char* p, F a) {
 inline void store(Bfloat16, char* p, F a) {
   for (int i = 0; i < kLanes; ++i) write(p, i, static_cast<std::uint16_t>(narrow_bfloat16(bits_of(a.lane[i]))));
 }
+inline void store_raw(char* p, F a) { __builtin_memcpy(p, a.lane, sizeof(a.lane)); }
+
+
+struct Bytes {
+  std::int8_t lane[kLanes];
+};
 // C6: clamp, rint, NaN to 0. Adding and subtracting 1.5 * 2^23 rounds to an integer, ties to even, for |v| < 2^22; clamping
 // first gives the same as clamping last because the limits are integers.
-inline void store(Int8, char* p, F a) {
+inline Bytes quantise(F value, F scaled) {
+  Bytes bytes;
   for (int i = 0; i < kLanes; ++i) {
-    const float v = a.lane[i];
-    const float clamped = v > 127.0f ? 127.0f : v < -128.0f ? -128.0f : v == v ? v : 0.0f;
+    const float v = scaled.lane[i];
+    const float clamped = value.lane[i] != value.lane[i] ? 0.0f : v > 127.0f ? 127.0f : v < -128.0f ? -128.0f : v;
     const float whole = (clamped + 12582912.0f) - 12582912.0f;
-    write(p, i, static_cast<std::int8_t>(static_cast<std::int32_t>(whole)));
+    bytes.lane[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(whole));
   }
+  return bytes;
+}
+inline void store(Int8, char* p, Bytes bytes) { __builtin_memcpy(p, bytes.lane, sizeof(bytes.lane)); }
+struct TwoBytes {
+  Bytes first, second;
+};
+inline TwoBytes quantise(F value0, F scaled0, F value1, F scaled1) { return {quantise(value0, scaled0), quantise(value1, scaled1)}; }
+inline void store(Int8, char* p, TwoBytes bytes) {
+  store(Int8{}, p, bytes.first);
+  store(Int8{}, p + kLanes, bytes.second);
+}
+// Streaming is a hint; the baseline has no use for it.
+template <class T, class Value>
+inline void stream(T type, char* p, Value value) {
+  store(type, p, value);
 }

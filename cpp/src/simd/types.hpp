@@ -12,4 +12,7 @@ template <> constexpr std::int64_t kSize<Float16> = 2;
 template <> constexpr std::int64_t kSize<Bfloat16> = 2;
 template <> constexpr std::int64_t kSize<Int8> = 1;
 
+template <class A, class B> constexpr bool is_same = false;  // std's are weak symbols, shared with other targets
+template <class A> constexpr bool is_same<A, A> = true;
+
 constexpr int kLanes = 16;

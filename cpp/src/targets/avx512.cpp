@@ -8,6 +8,7 @@ namespace detail {
 namespace {
 #include "../simd/types.hpp"
 #include "../simd/avx512.hpp"
+#include "../simd/avx512_plain.hpp"
 #include "../kernel.inl.hpp"
 }  // namespace
 
