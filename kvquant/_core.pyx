@@ -6,6 +6,8 @@ Arrays are read through NumPy's C API: one typed memoryview argument would cost 
 """
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
+from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
+from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 cimport numpy as cnp
@@ -89,6 +91,24 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
     const char* target_missing(int) noexcept
     uint64_t target_rows(int) noexcept
     Status active_target(int&) noexcept
+
+
+cdef extern from *:
+    """
+    // The arguments of one call or plan as the core wants them. The arrays are borrowed: from the caller's arguments during
+    // a call, from Plan's own references afterwards.
+    struct KvquantRequest {
+      kvquant::Operands operands;
+      kvquant::Options options;
+      PyObject* arrays[kvquant::kOperandCount] = {};
+      int threads = 0;  // 0: automatic
+    };
+    """
+    cdef cppclass Request "KvquantRequest":
+        Operands operands
+        Options options
+        PyObject* arrays[19]
+        int threads
 
 
 # ---- from arrays to views -------------------------------------------------------------------------------------------
@@ -180,10 +200,20 @@ cdef bint flag(str argument, value) except -1:
 
 
 cdef bint is_integer(value) except -1:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return PyLong_CheckExact(value) or isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-cdef int read_splits(Operands* operands, size_splits) except -1:
+cdef int set_array(Request* r, Argument argument, given) except -1:
+    fill(&r.operands.view[<int>argument], given, argument)
+    r.arrays[<int>argument] = <PyObject*>given
+    return 0
+
+
+cdef int set_optional(Request* r, Argument argument, given) except -1:
+    return 0 if given is None else set_array(r, argument, given)
+
+
+cdef int set_splits(Request* r, size_splits) except -1:
     cdef int i
     if isinstance(size_splits, np.ndarray):
         if size_splits.dtype.kind not in "iu" or size_splits.ndim != 1:
@@ -199,117 +229,106 @@ cdef int read_splits(Operands* operands, size_splits) except -1:
             raise TypeError(f"size_splits[{i}]: expected an integer, got {type(value).__name__}")
         if not 0 <= value < 1 << 62:
             raise ValueError(f"size_splits[{i}]: expected a length in columns, got {value}")
-        operands.size_splits[i] = value
+        r.operands.size_splits[i] = value
     return 0
 
 
-cdef class Request:
-    """The arguments of one call or plan, as the core wants them; keeps alive what the core points at."""
-    cdef Operands operands
-    cdef Options options
-    cdef list arrays   # the operands as given, in the order of Argument; None where absent
-    cdef object isa
-    cdef int threads   # 0: automatic
+cdef int set_columns(Request* r, weight_scale, activation_scale, bias) except -1:
+    # C3: for float x these have no effect and are not looked at, whatever they are.
+    if r.operands.view[<int>Argument.x].dtype == DType.int32:
+        set_optional(r, Argument.weight_scale, weight_scale)
+        set_optional(r, Argument.activation_scale, activation_scale)
+        set_optional(r, Argument.bias, bias)
+    return 0
 
-    cdef int set_array(self, Argument argument, given) except -1:
-        fill(&self.operands.view[<int>argument], given, argument)
-        self.arrays[<int>argument] = given
+
+cdef int set_out(Request* r, out) except -1:
+    if out is None:
         return 0
-
-    cdef int set_optional(self, Argument argument, given) except -1:
-        if given is not None:
-            self.set_array(argument, given)
-        return 0
-
-    cdef int set_out(self, out) except -1:
-        if out is None:
-            return 0
-        if not isinstance(out, (tuple, list)) or len(out) != 3:
-            raise ValueError(f"out: expected None or (q, k, v), got {type(out).__name__}"
-                             + (f" of length {len(out)}" if isinstance(out, (tuple, list)) else ""))
-        self.set_optional(Argument.q, out[0])
-        self.set_optional(Argument.k, out[1])
-        self.set_optional(Argument.v, out[2])
-        return 0
-
-    cdef int set_columns(self, weight_scale, activation_scale, bias) except -1:
-        # C3: for float x these have no effect and are not looked at, whatever they are.
-        if self.operands.view[<int>Argument.x].dtype == DType.int32:
-            self.set_optional(Argument.weight_scale, weight_scale)
-            self.set_optional(Argument.activation_scale, activation_scale)
-            self.set_optional(Argument.bias, bias)
-        return 0
-
-    cdef int set_threads(self, num_threads) except -1:
-        if num_threads is None:
-            self.threads = 0
-        elif not is_integer(num_threads) or num_threads < 1:
-            raise ValueError(f"num_threads: expected None or an integer of at least 1, got {num_threads!r}")
-        else:
-            self.threads = num_threads if num_threads < 1 << 20 else 1 << 20
-        return 0
-
-    cdef int set_options(self, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index, allow_duplicates,
-                         vendor_limits, isa) except -1:
-        cdef Py_ssize_t length
-        if not (quant_mode == "static" if isinstance(quant_mode, str) else is_integer(quant_mode) and quant_mode == 0):
-            raise ValueError(f"quant_mode: expected 0 or 'static', got {quant_mode!r}")
-        if not isinstance(input_layout, str) or input_layout != "BSND":
-            raise ValueError(f"input_layout: expected 'BSND', got {input_layout!r}")
-        self.options.kv_output = flag("kv_output", kv_output)
-        if isinstance(cache_mode, str) and cache_mode == "contiguous":
-            self.options.cache_mode = CacheMode.contiguous
-        elif isinstance(cache_mode, str) and cache_mode == "page":
-            self.options.cache_mode = CacheMode.page
-        else:
-            raise ValueError(f"cache_mode: expected 'contiguous' or 'page', got {cache_mode!r}")
-        if isinstance(numerics, str) and numerics == "fp32":
-            self.options.numerics = Numerics.fp32
-        elif isinstance(numerics, str) and numerics == "ascend":
-            self.options.numerics = Numerics.ascend
-        else:
-            raise ValueError(f"numerics: expected 'fp32' or 'ascend', got {numerics!r}")
-        if padding_index is not None and not (is_integer(padding_index) and padding_index == -1):
-            raise ValueError(f"padding_index: expected None or -1, got {padding_index!r}")
-        self.options.skip_padding = padding_index is not None
-        self.options.allow_duplicates = flag("allow_duplicates", allow_duplicates)
-        self.options.vendor_limits = flag("vendor_limits", vendor_limits)
-        self.options.isa = NULL
-        self.isa = isa
-        if isa is not None:
-            if not isinstance(isa, str) or not isa or "\0" in isa:
-                raise ValueError(f"isa: expected None or one of {', '.join(target_names())}, got {isa!r}")
-            self.options.isa = PyUnicode_AsUTF8AndSize(isa, &length)
-        return 0
-
-    cdef int make_plan(self, CorePlan* plan) except -1:
-        cdef Status status = make_plan(self.operands, self.options, plan[0])
-        if status.code != Code.ok:
-            raise_status(status, self.arrays[<int>status.argument] if <int>status.argument < kOperandCount else None)
-        return 0
+    if not isinstance(out, (tuple, list)):
+        raise ValueError(f"out: expected None or (q, k, v), got {type(out).__name__}")
+    if len(out) != 3:
+        raise ValueError(f"out: expected None or (q, k, v), got {len(out)} items")
+    set_optional(r, Argument.q, out[0])
+    set_optional(r, Argument.k, out[1])
+    set_optional(r, Argument.v, out[2])
+    return 0
 
 
-cdef Request request(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
-                     weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics,
-                     padding_index, allow_duplicates, vendor_limits, out, num_threads, isa):
-    cdef Request r = Request.__new__(Request)
-    r.arrays = [None] * 19
-    r.set_array(Argument.x, x)
-    r.set_array(Argument.cos, cos)
-    r.set_array(Argument.sin, sin)
-    r.set_array(Argument.k_cache, k_cache)
-    r.set_array(Argument.v_cache, v_cache)
-    r.set_array(Argument.indices, indices)
-    r.set_array(Argument.scale_k, scale_k)
-    r.set_array(Argument.scale_v, scale_v)
-    read_splits(&r.operands, size_splits)
-    r.set_optional(Argument.offset_k, offset_k)
-    r.set_optional(Argument.offset_v, offset_v)
-    r.set_columns(weight_scale, activation_scale, bias)
-    r.set_options(quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index, allow_duplicates, vendor_limits, isa)
-    r.set_out(out)
-    r.set_threads(num_threads)
-    return r
+cdef int set_threads(Request* r, num_threads) except -1:
+    if num_threads is None:
+        r.threads = 0
+    elif not is_integer(num_threads) or num_threads < 1:
+        raise ValueError(f"num_threads: expected None or an integer of at least 1, got {num_threads!r}")
+    else:
+        r.threads = num_threads if num_threads < 1 << 20 else 1 << 20
+    return 0
+
+
+cdef int set_options(Request* r, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index, allow_duplicates,
+                     vendor_limits, isa) except -1:
+    cdef Py_ssize_t length
+    if not (quant_mode == "static" if isinstance(quant_mode, str) else is_integer(quant_mode) and quant_mode == 0):
+        raise ValueError(f"quant_mode: expected 0 or 'static', got {quant_mode!r}")
+    if not isinstance(input_layout, str) or input_layout != "BSND":
+        raise ValueError(f"input_layout: expected 'BSND', got {input_layout!r}")
+    r.options.kv_output = flag("kv_output", kv_output)
+    if isinstance(cache_mode, str) and cache_mode == "contiguous":
+        r.options.cache_mode = CacheMode.contiguous
+    elif isinstance(cache_mode, str) and cache_mode == "page":
+        r.options.cache_mode = CacheMode.page
+    else:
+        raise ValueError(f"cache_mode: expected 'contiguous' or 'page', got {cache_mode!r}")
+    if isinstance(numerics, str) and numerics == "fp32":
+        r.options.numerics = Numerics.fp32
+    elif isinstance(numerics, str) and numerics == "ascend":
+        r.options.numerics = Numerics.ascend
+    else:
+        raise ValueError(f"numerics: expected 'fp32' or 'ascend', got {numerics!r}")
+    if padding_index is not None and not (is_integer(padding_index) and padding_index == -1):
+        raise ValueError(f"padding_index: expected None or -1, got {padding_index!r}")
+    r.options.skip_padding = padding_index is not None
+    r.options.allow_duplicates = flag("allow_duplicates", allow_duplicates)
+    r.options.vendor_limits = flag("vendor_limits", vendor_limits)
+    if isa is not None:
+        if not isinstance(isa, str) or not isa or "\0" in isa:
+            raise ValueError(f"isa: expected None or one of {', '.join(target_names())}, got {isa!r}")
+        r.options.isa = PyUnicode_AsUTF8AndSize(isa, &length)
+    return 0
+
+
+cdef int fill_request(Request* r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
+                      weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics,
+                      padding_index, allow_duplicates, vendor_limits, out, num_threads, isa) except -1:
+    set_array(r, Argument.x, x)
+    set_array(r, Argument.cos, cos)
+    set_array(r, Argument.sin, sin)
+    set_array(r, Argument.k_cache, k_cache)
+    set_array(r, Argument.v_cache, v_cache)
+    set_array(r, Argument.indices, indices)
+    set_array(r, Argument.scale_k, scale_k)
+    set_array(r, Argument.scale_v, scale_v)
+    set_splits(r, size_splits)
+    set_optional(r, Argument.offset_k, offset_k)
+    set_optional(r, Argument.offset_v, offset_v)
+    set_columns(r, weight_scale, activation_scale, bias)
+    set_options(r, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index, allow_duplicates, vendor_limits, isa)
+    set_out(r, out)
+    set_threads(r, num_threads)
+    return 0
+
+
+cdef object array_at(Request* r, Argument argument):
+    """The array given for an argument, or None."""
+    cdef PyObject* array = r.arrays[<int>argument] if <int>argument < kOperandCount else NULL
+    return None if array == NULL else <object>array
+
+
+cdef int check_plan(Request* r, CorePlan* plan) except -1:
+    cdef Status status = make_plan(r.operands, r.options, plan[0])
+    if status.code != Code.ok:
+        raise_status(status, array_at(r, status.argument))
+    return 0
 
 
 # ---- one call -------------------------------------------------------------------------------------------------------
@@ -324,7 +343,23 @@ cdef object empty_output(cnp.ndarray like, const View& view):
     return PyArray_Empty(view.ndim, shape, descr, 0)
 
 
-cdef object execute(Request r, CorePlan* plan):
+cdef object output(Request* r, CorePlan* plan, Call* call, Argument argument):
+    """The array for q, k or v: the caller's, a new one, or shape (0,)."""
+    cdef View none
+    cdef object array
+    cdef int i = <int>argument
+    if r.arrays[i] != NULL:
+        call.data[i] = r.operands.view[i].data
+        return <object>r.arrays[i]
+    if argument == Argument.q or r.options.kv_output:
+        array = empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], plan.operands.view[i])
+        call.data[i] = cnp.PyArray_DATA(<cnp.ndarray>array)
+        return array
+    none.ndim = 1
+    return empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], none)
+
+
+cdef object execute(Request* r, CorePlan* plan):
     """prepare and run under a checked plan; returns (q, k, v, k_cache, v_cache)."""
     cdef Call call
     cdef Prepared prepared
@@ -334,20 +369,9 @@ cdef object execute(Request r, CorePlan* plan):
     cdef Status status
     cdef int64_t tokens = plan.batch * plan.sequence
     cdef int i
-    cdef View none
-    outputs = [None, None, None]
-    for i in range(3):
-        given = r.arrays[<int>Argument.q + i]
-        if given is None:
-            if i == 0 or r.options.kv_output:
-                given = empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], plan.operands.view[<int>Argument.q + i])
-                call.data[<int>Argument.q + i] = cnp.PyArray_DATA(<cnp.ndarray>given)
-            else:
-                none.ndim = 1
-                given = empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], none)
-        else:
-            call.data[<int>Argument.q + i] = r.operands.view[<int>Argument.q + i].data
-        outputs[i] = given
+    q = output(r, plan, &call, Argument.q)
+    k = output(r, plan, &call, Argument.k)
+    v = output(r, plan, &call, Argument.v)
     for i in range(<int>Argument.q):
         call.data[i] = r.operands.view[i].data
     call.batch = plan.batch
@@ -358,7 +382,7 @@ cdef object execute(Request r, CorePlan* plan):
         workspace = kvquant_allocate(bytes)
         if workspace == NULL:
             raise MemoryError(f"kvquant: no memory for a workspace of {bytes} bytes")
-    # Other threads may run meanwhile where that is worth the switch; the request keeps every array alive.
+    # Other threads may run meanwhile where that is worth the switch; the caller's references keep every array alive.
     if tokens * (plan.heads_q + 2 * plan.heads_kv) * plan.dim > 65536:
         with nogil:
             status = prepare(plan[0], call, workspace, bytes, prepared)
@@ -370,7 +394,7 @@ cdef object execute(Request r, CorePlan* plan):
         free(workspace)
     if status.code != Code.ok:
         raise_status(status, None)
-    return (outputs[0], outputs[1], outputs[2], r.arrays[<int>Argument.k_cache], r.arrays[<int>Argument.v_cache])
+    return (q, k, v, <object>r.arrays[<int>Argument.k_cache], <object>r.arrays[<int>Argument.v_cache])
 
 
 def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None,
@@ -433,17 +457,19 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
         No memory for the results or the workspace; nothing was written.
     """
     cdef CorePlan plan
-    cdef Request r = request(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
-                             weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics,
-                             padding_index, allow_duplicates, vendor_limits, out, num_threads, isa)
-    r.make_plan(&plan)
-    return execute(r, &plan)
+    cdef Request r
+    fill_request(&r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale,
+                 activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
+                 allow_duplicates, vendor_limits, out, num_threads, isa)
+    check_plan(&r, &plan)
+    return execute(&r, &plan)
 
 
 cdef class Plan:
     """The arguments of a call, checked as far as metadata goes; made by kvquant.plan(...). May be shared by threads."""
     cdef Request bound
     cdef CorePlan core
+    cdef tuple given  # keeps alive what `bound` borrows: the operands in the order of Argument, then isa
 
     def run(self, indices=None, *, x=None, cos=None, sin=None, k_cache=None, v_cache=None, scale_k=None, scale_v=None,
             offset_k=None, offset_v=None, weight_scale=None, activation_scale=None, bias=None, out=None, num_threads=None):
@@ -452,37 +478,43 @@ cdef class Plan:
         An operand given here takes the place of the plan's for this run only and may differ from it in shape, strides and
         dtype. All values, and the arrays' shapes, are read anew. Errors as in kvquant.dequant_rope_quant_kvcache.
         """
-        cdef Request r = Request.__new__(Request)
+        cdef Request r
         cdef CorePlan plan
-        cdef int i
-        cdef Request bound = self.bound
-        given = [x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v]
-        r.operands.size_splits = bound.operands.size_splits
-        r.options = bound.options
-        r.arrays = [None] * 19
-        for i in range(<int>Argument.weight_scale):
-            r.set_optional(<Argument>i, bound.arrays[i] if given[i] is None else given[i])
-        r.set_columns(bound.arrays[<int>Argument.weight_scale] if weight_scale is None else weight_scale,
-                      bound.arrays[<int>Argument.activation_scale] if activation_scale is None else activation_scale,
-                      bound.arrays[<int>Argument.bias] if bias is None else bias)
-        r.set_out(bound.arrays[<int>Argument.q:<int>Argument.v + 1] if out is None else out)
-        r.set_threads(num_threads)
-        r.make_plan(&plan)
-        return execute(r, &plan)
+        given = self.given
+        r.operands.size_splits = self.bound.operands.size_splits
+        r.options = self.bound.options
+        set_array(&r, Argument.x, given[0] if x is None else x)
+        set_array(&r, Argument.cos, given[1] if cos is None else cos)
+        set_array(&r, Argument.sin, given[2] if sin is None else sin)
+        set_array(&r, Argument.k_cache, given[3] if k_cache is None else k_cache)
+        set_array(&r, Argument.v_cache, given[4] if v_cache is None else v_cache)
+        set_array(&r, Argument.indices, given[5] if indices is None else indices)
+        set_array(&r, Argument.scale_k, given[6] if scale_k is None else scale_k)
+        set_array(&r, Argument.scale_v, given[7] if scale_v is None else scale_v)
+        set_optional(&r, Argument.offset_k, given[8] if offset_k is None else offset_k)
+        set_optional(&r, Argument.offset_v, given[9] if offset_v is None else offset_v)
+        set_columns(&r, given[10] if weight_scale is None else weight_scale,
+                    given[11] if activation_scale is None else activation_scale, given[12] if bias is None else bias)
+        set_out(&r, given[13] if out is None else out)
+        if num_threads is None:
+            r.threads = self.bound.threads
+        else:
+            set_threads(&r, num_threads)
+        check_plan(&r, &plan)
+        return execute(&r, &plan)
 
     def describe(self):
         """One readable paragraph: ISA, shapes, dtypes, cache mode, threads and the bytes of one call."""
-        cdef Request r = self.bound
         cdef int64_t tokens = self.core.batch * self.core.sequence, kv = self.core.heads_kv * self.core.dim
         cdef int64_t q = self.core.heads_q * self.core.dim
-        item = r.arrays[<int>Argument.cos].dtype.itemsize
-        read = tokens * ((q + 2 * kv) * r.arrays[0].dtype.itemsize + 2 * self.core.dim * item)
-        written = tokens * ((q + (2 * kv if r.options.kv_output else 0)) * item + 2 * kv)
-        return (f"kvquant plan: {r.arrays[0].dtype} x to {r.arrays[<int>Argument.cos].dtype}, B={self.core.batch} "
-                f"S={self.core.sequence} Nq={self.core.heads_q} Nkv={self.core.heads_kv} D={self.core.dim}, "
-                f"{'page' if r.options.cache_mode == CacheMode.page else 'contiguous'} cache "
-                f"{list(r.arrays[<int>Argument.k_cache].shape)}, isa {r.isa or active()}, "
-                f"threads {r.threads or 'auto'}, {read} bytes of x, cos and sin read, {written} bytes written a run")
+        x, cos, k_cache, isa = self.given[0], self.given[1], self.given[3], self.given[14]
+        read = tokens * ((q + 2 * kv) * x.dtype.itemsize + 2 * self.core.dim * cos.dtype.itemsize)
+        written = tokens * ((q + (2 * kv if self.bound.options.kv_output else 0)) * cos.dtype.itemsize + 2 * kv)
+        mode = "page" if self.bound.options.cache_mode == CacheMode.page else "contiguous"
+        return (f"kvquant plan: {x.dtype} x to {cos.dtype}, B={self.core.batch} S={self.core.sequence} "
+                f"Nq={self.core.heads_q} Nkv={self.core.heads_kv} D={self.core.dim}, {mode} cache {list(k_cache.shape)}, "
+                f"isa {isa or active()}, threads {self.bound.threads or 'auto'}; a run reads {read} bytes of x, cos and sin "
+                f"and writes {written} bytes")
 
 
 def plan(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None, offset_v=None,
@@ -494,14 +526,12 @@ def plan(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, 
     Reads no values and writes nothing; errors in shapes, dtypes, strides and options are raised here.
     """
     cdef Plan result = Plan.__new__(Plan)
-    result.bound = request(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
-                           weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics,
-                           padding_index, allow_duplicates, vendor_limits, out, num_threads, isa)
-    if result.bound.arrays[<int>Argument.weight_scale] is None:
-        result.bound.arrays[<int>Argument.weight_scale] = weight_scale
-        result.bound.arrays[<int>Argument.activation_scale] = activation_scale
-        result.bound.arrays[<int>Argument.bias] = bias
-    result.bound.make_plan(&result.core)
+    fill_request(&result.bound, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
+                 weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
+                 allow_duplicates, vendor_limits, out, num_threads, isa)
+    result.given = (x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v, weight_scale,
+                    activation_scale, bias, None if out is None else tuple(out), isa)
+    check_plan(&result.bound, &result.core)
     return result
 
 

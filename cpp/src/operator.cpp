@@ -88,7 +88,7 @@ class Preparer {
   View view_of(Argument argument) const;
   template <class Index> Status resolve_page();
   template <class Index> Status resolve_contiguous();
-  Status resolve_duplicates();
+  Status resolve_duplicates(std::int64_t tokens);
 
   std::int8_t** k_rows() const { return reinterpret_cast<std::int8_t**>(workspace_ + layout_.k_rows); }
   std::int8_t** v_rows() const { return reinterpret_cast<std::int8_t**>(workspace_ + layout_.v_rows); }
@@ -255,23 +255,27 @@ Status Preparer::resolve_page() {
       k_row[t] = v_row[t] = nullptr;
       continue;
     }
-    if (index < 0 || index >= limit) return fault(Code::index, Argument::indices, index, limit, -1, t);
+    if (index < 0 || index >= limit) {
+      if (!ascending && !plan_.options.allow_duplicates)
+        if (Status s = resolve_duplicates(t)) return s;  // the first fault in the order of the indices is reported
+      return fault(Code::index, Argument::indices, index, limit, -1, t);
+    }
     const std::int64_t block = gapless ? 0 : index / page, slot = index - block * page;
     k_row[t] = k_base + (block * k.strides[0] + slot * k.strides[1]);
     v_row[t] = v_base + (block * v.strides[0] + slot * v.strides[1]);
     ascending &= index > previous;
     previous = index;
   }
-  return ascending ? Status{} : resolve_duplicates();
+  return ascending ? Status{} : resolve_duplicates(out_.tokens);
 }
 
-// Finds tokens with the same row by a hash table of token numbers, keyed by the row's address (rows of a nesting cache have
+// Finds tokens, among the first `tokens`, with the same row by a hash table of token numbers, keyed by the row's address (rows of a nesting cache have
 // different addresses). The later token takes the place of the earlier one, or is an error.
-Status Preparer::resolve_duplicates() {
+Status Preparer::resolve_duplicates(std::int64_t tokens) {
   auto* slots = reinterpret_cast<std::uint32_t*>(workspace_ + layout_.slots);
   std::memset(slots, 0, (std::size_t{layout_.slot_mask} + 1) * sizeof(std::uint32_t));
   std::int8_t **k_row = k_rows(), **v_row = v_rows();
-  for (std::int64_t t = 0; t < out_.tokens; ++t) {
+  for (std::int64_t t = 0; t < tokens; ++t) {
     if (!k_row[t]) continue;
     const std::uint64_t hash = reinterpret_cast<std::uintptr_t>(k_row[t]) * 0x9E3779B97F4A7C15u;
     for (auto at = static_cast<std::uint32_t>(hash >> 32) & layout_.slot_mask;; at = (at + 1) & layout_.slot_mask) {

@@ -34,10 +34,13 @@ class Planner {
                             std::int64_t e0, std::int64_t e1 = -1, std::int64_t e2 = -1, std::int64_t e3 = -1) {
     const std::int64_t expected[4] = {e0, e1, e2, e3};
     if (view.ndim != ndim) return fault(Code::ndim, argument, view.ndim, ndim);
-    for (int i = 0; i < ndim; ++i)
+    bool empty = false;  // then its strides mean nothing
+    for (int i = 0; i < ndim; ++i) {
       if (expected[i] >= 0 ? view.shape[i] != expected[i] : view.shape[i] < 0)
         return fault(Code::shape, argument, view.shape[i], expected[i] < 0 ? 0 : expected[i], i);
-    if (layout == Layout::unit_stride && view.shape[ndim - 1] > 1 && view.strides[ndim - 1] != item_size(view.dtype))
+      empty |= view.shape[i] == 0;
+    }
+    if (layout == Layout::unit_stride && !empty && view.shape[ndim - 1] > 1 && view.strides[ndim - 1] != item_size(view.dtype))
       return fault(Code::unit_stride, argument, view.strides[ndim - 1], item_size(view.dtype), ndim - 1);
     return {};
   }
@@ -81,6 +84,8 @@ Status Planner::check_caches() {
   for (int i = 0; i < 4; ++i)
     if (at(Argument::v_cache).shape[i] != k.shape[i])
       return fault(Code::shape, Argument::v_cache, at(Argument::v_cache).shape[i], k.shape[i], i);
+  for (int i = 0; i < 2; ++i)
+    if (k.shape[i] == 0) return fault(Code::too_few, Argument::k_cache, 0, 1, i);
   plan_.heads_kv = k.shape[2];
   plan_.dim = k.shape[3];
   if (plan_.heads_kv == 0) return fault(Code::heads, Argument::k_cache, 0);

@@ -119,7 +119,7 @@ enum class Code : std::int32_t {
   dtype,            // got: DType; expected: bit set 1 << DType
   ndim,             // got; expected
   shape,            // axis (-1: the whole), got, expected
-  too_few,          // axis, got, expected: the cache has fewer rows than there are batches
+  too_few,          // axis, got, expected: the cache is empty or shorter than the batch
   too_large,        // shape times stride overflows
   scale_shape,      // scale or offset is none of [Nkv,D], [Nkv*D], [Nkv,1], [1], []
   head_dim,         // D is odd or zero

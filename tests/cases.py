@@ -1,0 +1,383 @@
+"""Builds calls of the operator for the tests: operands in every kind of memory, with every byte around them known.
+
+Decides what a random call looks like and what is compared after it. Must not know how any implementation computes;
+the only arithmetic here draws values.
+"""
+
+import itertools
+import zlib
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+TYPES = {
+    "int8": np.dtype(np.int8),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+# (x, output): every pair of types the operator takes.
+PAIRS = (
+    ("int32", "float16"),
+    ("int32", "bfloat16"),
+    ("int32", "float32"),
+    ("float16", "float16"),
+    ("bfloat16", "bfloat16"),
+    ("float32", "float32"),
+)
+DIMS = (*range(2, 131, 2), 160, 192, 256, 512)
+TOKENS = (0, 1, 2, 3, 7, 8, 9, 33, 64, 257)
+OPTIONS = {
+    "rank": (2, 3),
+    "heads": ((1, 1), (4, 1), (3, 2), (0, 1), (2, 3)),
+    "cache_mode": ("contiguous", "page"),
+    "layout": ("contiguous", "interleaved", "side_by_side", "head_major", "padded_page"),
+    "index_type": ("int32", "int64"),
+    "padding": (False, True),
+    "duplicates": (False, True),
+    "bias": (None, "int32", "float32", "float16", "bfloat16"),
+    "activation_scale": (False, True),
+    "offsets": ("none", "k", "v", "both"),
+    "scale_shape": ("heads_dim", "flat", "per_head", "one", "scalar"),
+    "numerics": ("fp32", "ascend"),
+    "kv_output": (False, True),
+    "out": (None, "contiguous", "strided", "some"),
+    "strided": ("none", "padded", "odd"),
+    "data": ("plain", "special", "ties"),
+    "num_threads": (None, 1, 2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, described; `build` turns it into operands."""
+
+    pair: tuple = ("int32", "float16")
+    dim: int = 16
+    tokens: int = 6
+    rank: int = 3
+    heads: tuple = (4, 2)
+    cache_mode: str = "contiguous"
+    layout: str = "contiguous"
+    index_type: str = "int32"
+    padding: bool = False
+    duplicates: bool = False
+    bias: object = None
+    activation_scale: bool = False
+    offsets: str = "none"
+    scale_shape: str = "heads_dim"
+    numerics: str = "fp32"
+    kv_output: bool = False
+    out: object = None
+    strided: str = "none"
+    data: str = "plain"
+    num_threads: object = None
+    seed: int = 0
+
+
+class Built:
+    """A call, ready to be made: `arguments` by name, and the whole memory in which its operands lie."""
+
+    def __init__(self):
+        self.arguments = {}
+        self.buffers = {}
+        self.before = {}
+
+    def freeze(self):
+        self.before = {name: buffer.copy() for name, buffer in self.buffers.items()}
+        return self
+
+    def restore(self):
+        for name, buffer in self.buffers.items():
+            buffer[...] = self.before[name]
+
+    def run(self, function, **more):
+        """Call on fresh operands; returns what `observe` sees."""
+        self.restore()
+        result = function(**{**self.arguments, **more})
+        return self.observe(result)
+
+    def observe(self, result):
+        """Everything a call may leave behind, by name: results as (dtype, shape, bytes), buffers as bytes."""
+        q, k, v, k_cache, v_cache = result
+        assert k_cache is self.arguments["k_cache"] and v_cache is self.arguments["v_cache"]
+        seen = {
+            name: (array.dtype.name, array.shape, array.tobytes()) for name, array in (("q", q), ("k", k), ("v", v))
+        }
+        return seen | {f"buffer of {name}": buffer.tobytes() for name, buffer in self.buffers.items()}
+
+
+def difference(expected, got):
+    """None, or a sentence that says where two observations part."""
+    assert expected.keys() == got.keys()
+    for name, value in expected.items():
+        if got[name] != value:
+            a, b = (item if isinstance(item, bytes) else item[2] for item in (value, got[name]))
+            if len(a) != len(b) or (not isinstance(value, bytes) and value[:2] != got[name][:2]):
+                return f"{name}: expected {value[:2]}, got {got[name][:2]}"
+            a, b = np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
+            where = np.flatnonzero(a != b)
+            first = where[0]
+            return f"{name}: {where.size} of {a.size} bytes differ, the first at {first}: {a[first]} became {b[first]}"
+    return None
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def place(built, name, values, rng, *, order=None, pad=0, gap=1, base=0, flip=False, odd_ones=False):
+    """Put `values` into a new buffer of random bytes and return the view.
+
+    order: axes from outermost to innermost in memory; pad: bytes after each innermost row; gap: items between
+    neighbours on the innermost axis; base: bytes before the view; flip: negative stride on the first axis;
+    odd_ones: axes of size 1 get a stride that means nothing.
+    """
+    strides = [0] * values.ndim
+    extent = values.itemsize * gap
+    for position, axis in enumerate(reversed(order or range(values.ndim))):
+        strides[axis] = extent
+        extent = extent * max(values.shape[axis], 1) + (pad if position == 0 else 0)
+        if odd_ones and values.shape[axis] == 1 and axis != values.ndim - 1:
+            strides[axis] = 7
+    buffer = rng.integers(0, 256, base + extent + 33, np.uint8)
+    view = np.ndarray(values.shape, values.dtype, buffer, base, strides)
+    if flip and values.ndim:
+        view = view[::-1]
+    view[...] = values
+    built.buffers[name] = buffer
+    return view
+
+
+def _place_caches(built, case, shape, rng):
+    """k_cache and v_cache of random bytes in the case's layout."""
+    c1, c2, kv_heads, dim = shape
+    if case.layout in ("interleaved", "side_by_side"):  # K and V in one buffer
+        whole = (c1, 2, c2, kv_heads, dim) if case.layout == "interleaved" else (c1, c2, kv_heads, 2 * dim)
+        view = place(built, "k_cache and v_cache", rng.integers(-128, 128, whole, np.int8), rng, base=5)
+        return (view[:, 0], view[:, 1]) if case.layout == "interleaved" else (view[..., :dim], view[..., dim:])
+    how = {
+        "contiguous": {},
+        "head_major": {"order": (0, 2, 1, 3)},
+        "padded_page": {"pad": 3, "base": 1, "odd_ones": True},
+    }[case.layout]
+    return [place(built, name, rng.integers(-128, 128, shape, np.int8), rng, **how) for name in ("k_cache", "v_cache")]
+
+
+def _place_outputs(built, case, shapes, rng):
+    """out=(q, k, v), or None."""
+    if case.out is None:
+        return None
+    dtype = TYPES[case.pair[1]]
+    names = ("q", "k", "v") if case.kv_output else ("q",)
+    if case.out == "strided":  # all in one buffer, heads side by side
+        q = shapes["q"]
+        heads = [shapes[name][-2] for name in names]
+        whole = np.zeros((*q[:-2], sum(heads), q[-1]), dtype)
+        view = place(built, "out", whole, rng, pad=6, base=1)
+        ends = np.cumsum([0, *heads])
+        made = {name: view[..., ends[i] : ends[i + 1], :] for i, name in enumerate(names)}
+    else:
+        skipped = ("k",) if case.out == "some" else ()
+        made = {n: place(built, n, np.zeros(shapes[n], dtype), rng) for n in names if n not in skipped}
+    return tuple(made.get(name) for name in ("q", "k", "v"))
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+SPECIALS = np.array(
+    [
+        0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFABCDEF,  # NaN: quiet, negative, signalling, with a payload
+        0x7F800000, 0xFF800000, 0x00000000, 0x80000000,  # infinities and zeros
+        0x00000001, 0x80000001, 0x007FFFFF, 0x00800000,  # float32 subnormals and the smallest normal
+        0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F0000, 0x7F7F8000, 0x7F7F7FFF,  # largest; bfloat16's largest and its tie
+        0x477FE000, 0x477FEFFF, 0x477FF000, 0x33800000, 0x33000000, 0x33000001,  # float16's limits and ties
+        0x38800000, 0x387FC000, 0x3F000000, 0x3FC00000, 0x42FF0000, 0xC3008000,  # 0.5, 1.5, 127.5, -128.5
+        0x3F800000, 0xBF800000, 0x4F000000, 0xCF000001, 0x7F000000, 0x00800001,
+    ],
+    np.uint32,
+).view(np.float32)  # fmt: skip
+_ODD_SCALES = np.array([1, 0x800000, 0x7F000000, 0x7F7FFFFF, 0x80000001, 0x3DCCCCCD, 0xBF800000], np.uint32)
+ODD_SCALES = _ODD_SCALES.view(np.float32)
+
+
+def ulps(values, steps):
+    """float32 values moved by whole steps in their bit pattern (away from zero for positive steps)."""
+    return (np.ascontiguousarray(values, np.float32).view(np.int32) + np.int32(steps)).view(np.float32)
+
+
+def _sprinkle(rng, values, choices, share):
+    hit = rng.random(values.shape) < share
+    values[hit] = rng.choice(choices, int(hit.sum()))
+    return values
+
+
+class _Draw:
+    """Values of one case; `special` and `ties` put them where rounding and comparison go wrong."""
+
+    def __init__(self, case, rng):
+        self.kind, self.rng = case.data, rng
+
+    def floats(self, shape, size=1.0):
+        if self.kind == "ties":
+            values = self.rng.integers(-520, 521, shape).astype(np.float32) / 4
+            return _sprinkle(self.rng, values, ulps([0.5, 1.5, 2.5, 126.5, -0.5, -128.5], 1), 0.1)
+        values = self.rng.standard_normal(shape, np.float32) * np.float32(size)
+        return _sprinkle(self.rng, values, SPECIALS, 0.15) if self.kind == "special" else values
+
+    def factors(self, shape, low, high):
+        """weight_scale, activation_scale."""
+        if self.kind == "ties":
+            return ulps(self.rng.choice([1, 0.5, 0.25, 2], shape), self.rng.choice([-1, 0, 0, 1]))
+        values = self.rng.uniform(low, high, shape).astype(np.float32)
+        return _sprinkle(self.rng, values, SPECIALS, 0.1) if self.kind == "special" else values
+
+    def integers(self, shape):
+        if self.kind == "ties":
+            return self.rng.integers(-300, 301, shape, np.int32)
+        values = self.rng.integers(-20000, 20001, shape, np.int32)
+        extremes = np.array([-(2**31), 2**31 - 1, 2**24 + 1, -(2**24) - 1, 2**30 + 64, 0], np.int32)
+        return _sprinkle(self.rng, values, extremes, 0.1) if self.kind == "special" else values
+
+    def tables(self, shape):
+        if self.kind == "ties":
+            cos = self.rng.choice(np.array([1, 1, -1, 0.5], np.float32), shape)
+            return cos, self.rng.choice(np.array([0, 0, 1, -1], np.float32), shape)
+        angle = self.rng.uniform(-7, 7, shape).astype(np.float32)
+        tables = np.cos(angle), np.sin(angle)
+        if self.kind == "special":
+            tables = [_sprinkle(self.rng, table, SPECIALS, 0.1) for table in tables]
+        return tables
+
+    def scales(self, shape):
+        if self.kind == "ties":
+            values = self.rng.choice(np.array([1, 2, 0.5, -1, 0.25], np.float32), shape)
+            return np.where(self.rng.random(shape) < 0.3, ulps(values, 1).reshape(shape), values)
+        values = self.rng.uniform(0.01, 0.2, shape) * self.rng.choice([1, 1, 1, -1], shape)
+        values = np.asarray(values, np.float32)
+        return _sprinkle(self.rng, values, ODD_SCALES, 0.2) if self.kind == "special" else values
+
+    def offsets(self, shape):
+        if self.kind == "ties":
+            return (self.rng.integers(-8, 9, shape) / 4).astype(np.float32).reshape(shape)
+        return self.rng.uniform(-20, 20, shape).astype(np.float32).reshape(shape)
+
+
+def narrow(values, type_name):
+    """float32 to a test operand of this type."""
+    with np.errstate(all="ignore"):
+        return np.asarray(values).astype(TYPES[type_name])
+
+
+def _indices(case, rng, shape, batches, steps):
+    c1, c2 = shape[:2]
+    if case.cache_mode == "page":
+        indices = rng.permutation(c1 * c2)[: batches * steps]
+        if case.duplicates and indices.size:
+            indices = rng.choice(indices[: max(1, indices.size // 2)], indices.size)
+    else:
+        indices = rng.integers(0, c2 - steps + 1, batches)
+    if case.padding:
+        indices = np.where(rng.random(indices.size) < 0.3, -1, indices)
+    return indices.astype(TYPES[case.index_type])
+
+
+def build(case):
+    """The operands of a case; the same case gives the same bytes each time."""
+    rng = np.random.default_rng(zlib.crc32(repr(case).encode()))
+    draw, built = _Draw(case, rng), Built()
+    x_type, output = case.pair
+    (q_heads, kv_heads), dim, tokens = case.heads, case.dim, case.tokens
+    width = (q_heads + 2 * kv_heads) * dim
+
+    steps = 1
+    if case.rank == 3:
+        steps = int(rng.choice([n for n in range(1, tokens + 1) if tokens % n == 0])) if tokens else 2
+    batches = tokens // steps
+    if case.rank == 3 and not tokens and case.seed % 2:
+        batches, steps = 2, 0
+    lead = (batches, steps) if case.rank == 3 else (batches,)
+    if case.cache_mode == "page":
+        c2 = int(rng.choice([1, 2, 5, 16]))
+        c1 = tokens // c2 + 2
+    else:
+        c1, c2 = max(1, batches + int(rng.integers(0, 3))), max(1, steps + int(rng.integers(0, 4)))
+    cache_shape = (c1, c2, kv_heads, dim)
+
+    vector = {"none": {}, "padded": {"gap": 2}, "odd": {"base": 1, "gap": 3, "flip": True}}[case.strided]
+    rows = {"none": {}, "padded": {"pad": 12}, "odd": {"base": 1, "flip": True, "odd_ones": True}}[case.strided]
+    rows3 = rows | ({"order": (1, 0, 2)} if case.strided == "odd" and case.rank == 3 else {})
+
+    a = built.arguments
+    x = draw.integers((*lead, width)) if x_type == "int32" else narrow(draw.floats((*lead, width), 3), x_type)
+    a["x"] = place(built, "x", x, rng, **rows3)
+    shape = (*lead, 1, dim) if case.rank == 3 else (*lead, dim)
+    once = case.strided == "padded" and batches > 0  # one table for all batches, by stride 0
+    for name, table in zip(("cos", "sin"), draw.tables((1, *shape[1:]) if once else shape)):
+        a[name] = place(built, name, narrow(table, output), rng, **rows)
+        if once:
+            a[name] = np.broadcast_to(a[name], shape)
+    a["k_cache"], a["v_cache"] = _place_caches(built, case, cache_shape, rng)
+    a["indices"] = place(built, "indices", _indices(case, rng, cache_shape, batches, steps), rng, **vector)
+
+    shapes = {"heads_dim": (kv_heads, dim), "flat": (kv_heads * dim,), "per_head": (kv_heads, 1), "one": (1,)}
+    shape = shapes.get(case.scale_shape, ())
+    for name in ("scale_k", "scale_v"):
+        a[name] = place(built, name, draw.scales(shape), rng, **vector)
+    a["size_splits"] = [q_heads * dim, kv_heads * dim, kv_heads * dim]
+    for letter in "kv":
+        if case.offsets in (letter, "both"):
+            name = f"offset_{letter}"
+            a[name] = place(built, name, draw.offsets(shape), rng, **vector)
+    if x_type == "int32":
+        a["weight_scale"] = place(built, "weight_scale", draw.factors(width, 1e-4, 1e-2), rng, **vector)
+    if case.activation_scale:
+        a["activation_scale"] = place(built, "activation_scale", draw.factors(tokens, 0.5, 2), rng, **vector)
+    if case.bias:
+        bias = draw.integers(width) if case.bias == "int32" else narrow(draw.floats(width), case.bias)
+        a["bias"] = place(built, "bias", bias, rng, **vector)
+    shapes = {"q": (*lead, q_heads, dim), "k": (*lead, kv_heads, dim), "v": (*lead, kv_heads, dim)}
+    a["out"] = _place_outputs(built, case, shapes, rng)
+    a["kv_output"], a["cache_mode"], a["numerics"] = case.kv_output, case.cache_mode, case.numerics
+    a["padding_index"] = -1 if case.padding else None
+    a["allow_duplicates"] = case.duplicates
+    a["num_threads"] = case.num_threads
+    return built.freeze()
+
+
+# Choosing cases ------------------------------------------------------------------------------------------------------
+
+
+def all_pairs(parameters, rows, rng):
+    """Complete `rows` (dicts with some parameters set) so that every two values of any two parameters meet.
+
+    Greedy: each row takes, parameter by parameter, the value that meets most partners for the first time. Rows are
+    added until no pair is left.
+    """
+    names = list(parameters)
+    left = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(names, 2)
+        for x in range(len(parameters[a]))
+        for y in range(len(parameters[b]))
+    }
+    rank = {name: position for position, name in enumerate(names)}
+
+    def pair(a, x, b, y):
+        return (a, x, b, y) if rank[a] < rank[b] else (b, y, a, x)
+
+    def complete(row):
+        for name in rng.permutation([n for n in names if n not in row]):
+            scores = [sum(pair(name, x, b, y) in left for b, y in row.items()) for x in range(len(parameters[name]))]
+            best = [x for x, score in enumerate(scores) if score == max(scores)]
+            row[name] = best[int(rng.integers(len(best)))]
+        left.difference_update(pair(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2))
+        return {name: parameters[name][x] for name, x in row.items()}
+
+    done = [complete({name: parameters[name].index(value) for name, value in row.items()}) for row in rows]
+    while left:
+        a, x, b, y = min(left)
+        done.append(complete({a: x, b: y}))
+    return done

@@ -1,0 +1,49 @@
+"""Fixtures of the Python tests, and the record of what really ran: clause x ISA x (x type, output type)."""
+
+from collections import Counter
+
+import kvquant
+import pytest
+from cases import PAIRS
+
+CLAUSES = [f"C{n}" for n in range(1, 9)] + [f"I{n}" for n in range(1, 10)]
+CELLS = Counter()  # (clause, isa, pair) -> how many tests compared compiled calls
+
+
+def pytest_generate_tests(metafunc):
+    """A test that takes `isa` runs under every ISA of this machine; one that takes `pair`, for every type pair."""
+    own = {name for mark in metafunc.definition.iter_markers("parametrize") for name in str(mark.args[0]).split(", ")}
+    wanted = set(metafunc.fixturenames) - own
+    if "pair" in wanted:
+        metafunc.parametrize("pair", PAIRS, ids="-".join)
+    if "isa" in wanted:
+        metafunc.parametrize("isa", kvquant.isa.available())
+
+
+def pytest_collection_modifyitems(items):
+    """The check for empty cells has to see all the others."""
+    items.sort(key=lambda item: item.name.startswith("test_matrix"))
+
+
+@pytest.fixture(scope="session")
+def executed():
+    """executed("C1 I2", isa, pair): a compiled call under this ISA was compared with what these clauses demand."""
+
+    def record(clauses, isa, pair):
+        for clause in clauses.split():
+            assert clause in CLAUSES
+            CELLS[clause, isa, pair] += 1
+
+    record.cells = CELLS
+    return record
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not CELLS:
+        return
+    terminalreporter.section("tests that compared compiled calls, by clause")
+    for isa in kvquant.isa.available():
+        counts = {clause: sum(n for key, n in CELLS.items() if key[:2] == (clause, isa)) for clause in CLAUSES}
+        terminalreporter.write_line(f"{isa:12}" + " ".join(f"{clause}:{n}" for clause, n in counts.items()))
+    for isa, rows in kvquant._core.rows_written().items():
+        terminalreporter.write_line(f"{isa:12}{rows} rows quantised and written")
