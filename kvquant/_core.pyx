@@ -6,7 +6,7 @@ Arrays are read through NumPy's C API: one typed memoryview argument would cost 
 """
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
-from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
+from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
@@ -73,6 +73,7 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
         int64_t got
     cdef cppclass CorePlan "kvquant::Plan":
         Operands operands
+        Options options
         int64_t batch, sequence, heads_q, heads_kv, dim
         bint three_d, integer_x
     cdef cppclass Call:
@@ -98,15 +99,13 @@ cdef extern from *:
     // The arguments of one call or plan as the core wants them. The arrays are borrowed: from the caller's arguments during
     // a call, from Plan's own references afterwards.
     struct KvquantRequest {
-      kvquant::Operands operands;
-      kvquant::Options options;
+      kvquant::Plan plan;  // its operands and options are filled in place
       PyObject* arrays[kvquant::kOperandCount] = {};
       int threads = 0;  // 0: automatic
     };
     """
     cdef cppclass Request "KvquantRequest":
-        Operands operands
-        Options options
+        CorePlan plan
         PyObject* arrays[19]
         int threads
 
@@ -204,7 +203,7 @@ cdef bint is_integer(value) except -1:
 
 
 cdef int set_array(Request* r, Argument argument, given) except -1:
-    fill(&r.operands.view[<int>argument], given, argument)
+    fill(&r.plan.operands.view[<int>argument], given, argument)
     r.arrays[<int>argument] = <PyObject*>given
     return 0
 
@@ -215,7 +214,8 @@ cdef int set_optional(Request* r, Argument argument, given) except -1:
 
 cdef int set_splits(Request* r, size_splits) except -1:
     cdef int i
-    if isinstance(size_splits, np.ndarray):
+    cdef long long columns
+    if cnp.PyArray_Check(size_splits):
         if size_splits.dtype.kind not in "iu" or size_splits.ndim != 1:
             raise TypeError("size_splits: expected three integers, got an array of "
                             f"{size_splits.ndim} dimensions and dtype {size_splits.dtype}")
@@ -227,15 +227,20 @@ cdef int set_splits(Request* r, size_splits) except -1:
         value = size_splits[i]
         if not is_integer(value):
             raise TypeError(f"size_splits[{i}]: expected an integer, got {type(value).__name__}")
-        if not 0 <= value < 1 << 62:
+        columns = -1
+        try:
+            columns = value
+        except OverflowError:
+            pass
+        if columns < 0:
             raise ValueError(f"size_splits[{i}]: expected a length in columns, got {value}")
-        r.operands.size_splits[i] = value
+        r.plan.operands.size_splits[i] = columns
     return 0
 
 
 cdef int set_columns(Request* r, weight_scale, activation_scale, bias) except -1:
     # C3: for float x these have no effect and are not looked at, whatever they are.
-    if r.operands.view[<int>Argument.x].dtype == DType.int32:
+    if r.plan.operands.view[<int>Argument.x].dtype == DType.int32:
         set_optional(r, Argument.weight_scale, weight_scale)
         set_optional(r, Argument.activation_scale, activation_scale)
         set_optional(r, Argument.bias, bias)
@@ -272,28 +277,28 @@ cdef int set_options(Request* r, quant_mode, input_layout, kv_output, cache_mode
         raise ValueError(f"quant_mode: expected 0 or 'static', got {quant_mode!r}")
     if not isinstance(input_layout, str) or input_layout != "BSND":
         raise ValueError(f"input_layout: expected 'BSND', got {input_layout!r}")
-    r.options.kv_output = flag("kv_output", kv_output)
+    r.plan.options.kv_output = flag("kv_output", kv_output)
     if isinstance(cache_mode, str) and cache_mode == "contiguous":
-        r.options.cache_mode = CacheMode.contiguous
+        r.plan.options.cache_mode = CacheMode.contiguous
     elif isinstance(cache_mode, str) and cache_mode == "page":
-        r.options.cache_mode = CacheMode.page
+        r.plan.options.cache_mode = CacheMode.page
     else:
         raise ValueError(f"cache_mode: expected 'contiguous' or 'page', got {cache_mode!r}")
     if isinstance(numerics, str) and numerics == "fp32":
-        r.options.numerics = Numerics.fp32
+        r.plan.options.numerics = Numerics.fp32
     elif isinstance(numerics, str) and numerics == "ascend":
-        r.options.numerics = Numerics.ascend
+        r.plan.options.numerics = Numerics.ascend
     else:
         raise ValueError(f"numerics: expected 'fp32' or 'ascend', got {numerics!r}")
     if padding_index is not None and not (is_integer(padding_index) and padding_index == -1):
         raise ValueError(f"padding_index: expected None or -1, got {padding_index!r}")
-    r.options.skip_padding = padding_index is not None
-    r.options.allow_duplicates = flag("allow_duplicates", allow_duplicates)
-    r.options.vendor_limits = flag("vendor_limits", vendor_limits)
+    r.plan.options.skip_padding = padding_index is not None
+    r.plan.options.allow_duplicates = flag("allow_duplicates", allow_duplicates)
+    r.plan.options.vendor_limits = flag("vendor_limits", vendor_limits)
     if isa is not None:
         if not isinstance(isa, str) or not isa or "\0" in isa:
             raise ValueError(f"isa: expected None or one of {', '.join(target_names())}, got {isa!r}")
-        r.options.isa = PyUnicode_AsUTF8AndSize(isa, &length)
+        r.plan.options.isa = PyUnicode_AsUTF8AndSize(isa, &length)
     return 0
 
 
@@ -324,8 +329,8 @@ cdef object array_at(Request* r, Argument argument):
     return None if array == NULL else <object>array
 
 
-cdef int check_plan(Request* r, CorePlan* plan) except -1:
-    cdef Status status = make_plan(r.operands, r.options, plan[0])
+cdef int check_plan(Request* r) except -1:
+    cdef Status status = make_plan(r.plan.operands, r.plan.options, r.plan)
     if status.code != Code.ok:
         raise_status(status, array_at(r, status.argument))
     return 0
@@ -343,24 +348,25 @@ cdef object empty_output(cnp.ndarray like, const View& view):
     return PyArray_Empty(view.ndim, shape, descr, 0)
 
 
-cdef object output(Request* r, CorePlan* plan, Call* call, Argument argument):
+cdef object output(Request* r, Call* call, Argument argument):
     """The array for q, k or v: the caller's, a new one, or shape (0,)."""
     cdef View none
     cdef object array
     cdef int i = <int>argument
     if r.arrays[i] != NULL:
-        call.data[i] = r.operands.view[i].data
+        call.data[i] = r.plan.operands.view[i].data
         return <object>r.arrays[i]
-    if argument == Argument.q or r.options.kv_output:
-        array = empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], plan.operands.view[i])
+    if argument == Argument.q or r.plan.options.kv_output:
+        array = empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], r.plan.operands.view[i])
         call.data[i] = cnp.PyArray_DATA(<cnp.ndarray>array)
         return array
     none.ndim = 1
     return empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], none)
 
 
-cdef object execute(Request* r, CorePlan* plan):
-    """prepare and run under a checked plan; returns (q, k, v, k_cache, v_cache)."""
+cdef object execute(Request* r):
+    """prepare and run a checked request; returns (q, k, v, k_cache, v_cache)."""
+    cdef CorePlan* plan = &r.plan
     cdef Call call
     cdef Prepared prepared
     cdef KvquantStack stack
@@ -369,11 +375,11 @@ cdef object execute(Request* r, CorePlan* plan):
     cdef Status status
     cdef int64_t tokens = plan.batch * plan.sequence
     cdef int i
-    q = output(r, plan, &call, Argument.q)
-    k = output(r, plan, &call, Argument.k)
-    v = output(r, plan, &call, Argument.v)
+    q = output(r, &call, Argument.q)
+    k = output(r, &call, Argument.k)
+    v = output(r, &call, Argument.v)
     for i in range(<int>Argument.q):
-        call.data[i] = r.operands.view[i].data
+        call.data[i] = r.plan.operands.view[i].data
     call.batch = plan.batch
     call.sequence = plan.sequence
 
@@ -456,19 +462,17 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
     MemoryError
         No memory for the results or the workspace; nothing was written.
     """
-    cdef CorePlan plan
     cdef Request r
     fill_request(&r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale,
                  activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
                  allow_duplicates, vendor_limits, out, num_threads, isa)
-    check_plan(&r, &plan)
-    return execute(&r, &plan)
+    check_plan(&r)
+    return execute(&r)
 
 
 cdef class Plan:
     """The arguments of a call, checked as far as metadata goes; made by kvquant.plan(...). May be shared by threads."""
     cdef Request bound
-    cdef CorePlan core
     cdef tuple given  # keeps alive what `bound` borrows: the operands in the order of Argument, then isa
 
     def run(self, indices=None, *, x=None, cos=None, sin=None, k_cache=None, v_cache=None, scale_k=None, scale_v=None,
@@ -479,10 +483,9 @@ cdef class Plan:
         dtype. All values, and the arrays' shapes, are read anew. Errors as in kvquant.dequant_rope_quant_kvcache.
         """
         cdef Request r
-        cdef CorePlan plan
         given = self.given
-        r.operands.size_splits = self.bound.operands.size_splits
-        r.options = self.bound.options
+        r.plan.operands.size_splits = self.bound.plan.operands.size_splits
+        r.plan.options = self.bound.plan.options
         set_array(&r, Argument.x, given[0] if x is None else x)
         set_array(&r, Argument.cos, given[1] if cos is None else cos)
         set_array(&r, Argument.sin, given[2] if sin is None else sin)
@@ -500,19 +503,19 @@ cdef class Plan:
             r.threads = self.bound.threads
         else:
             set_threads(&r, num_threads)
-        check_plan(&r, &plan)
-        return execute(&r, &plan)
+        check_plan(&r)
+        return execute(&r)
 
     def describe(self):
         """One readable paragraph: ISA, shapes, dtypes, cache mode, threads and the bytes of one call."""
-        cdef int64_t tokens = self.core.batch * self.core.sequence, kv = self.core.heads_kv * self.core.dim
-        cdef int64_t q = self.core.heads_q * self.core.dim
+        cdef int64_t tokens = self.bound.plan.batch * self.bound.plan.sequence, kv = self.bound.plan.heads_kv * self.bound.plan.dim
+        cdef int64_t q = self.bound.plan.heads_q * self.bound.plan.dim
         x, cos, k_cache, isa = self.given[0], self.given[1], self.given[3], self.given[14]
-        read = tokens * ((q + 2 * kv) * x.dtype.itemsize + 2 * self.core.dim * cos.dtype.itemsize)
-        written = tokens * ((q + (2 * kv if self.bound.options.kv_output else 0)) * cos.dtype.itemsize + 2 * kv)
-        mode = "page" if self.bound.options.cache_mode == CacheMode.page else "contiguous"
-        return (f"kvquant plan: {x.dtype} x to {cos.dtype}, B={self.core.batch} S={self.core.sequence} "
-                f"Nq={self.core.heads_q} Nkv={self.core.heads_kv} D={self.core.dim}, {mode} cache {list(k_cache.shape)}, "
+        read = tokens * ((q + 2 * kv) * x.dtype.itemsize + 2 * self.bound.plan.dim * cos.dtype.itemsize)
+        written = tokens * ((q + (2 * kv if self.bound.plan.options.kv_output else 0)) * cos.dtype.itemsize + 2 * kv)
+        mode = "page" if self.bound.plan.options.cache_mode == CacheMode.page else "contiguous"
+        return (f"kvquant plan: {x.dtype} x to {cos.dtype}, B={self.bound.plan.batch} S={self.bound.plan.sequence} "
+                f"Nq={self.bound.plan.heads_q} Nkv={self.bound.plan.heads_kv} D={self.bound.plan.dim}, {mode} cache {list(k_cache.shape)}, "
                 f"isa {isa or active()}, threads {self.bound.threads or 'auto'}; a run reads {read} bytes of x, cos and sin "
                 f"and writes {written} bytes")
 
@@ -531,7 +534,7 @@ def plan(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, 
                  allow_duplicates, vendor_limits, out, num_threads, isa)
     result.given = (x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v, weight_scale,
                     activation_scale, bias, None if out is None else tuple(out), isa)
-    check_plan(&result.bound, &result.core)
+    check_plan(&result.bound)
     return result
 
 

@@ -28,23 +28,25 @@ inline Status fault(Code code, Argument argument, std::int64_t got = 0, std::int
   return status;
 }
 
-// The bytes [low, high) that an operand occupies; empty (0, 0) if an axis is empty. False if that is 2^62 bytes
-// or more.
-struct Interval {
-  std::int64_t low = 0, high = 0;
-};
-bool interval_of(const View& view, Interval& interval) noexcept;
+// The extent of an operand's elements. False if an axis spans more than 2^58 bytes.
+bool extent_of(const View& view, Interval& extent) noexcept;
+
+inline bool is_written(Argument argument) {
+  return argument == Argument::k_cache || argument == Argument::v_cache || argument == Argument::q || argument == Argument::k ||
+         argument == Argument::v;
+}
+
+// The plan's view of an operand with another B and S.
+View resized(const Plan& plan, Argument argument, std::int64_t batch, std::int64_t sequence) noexcept;
+
+// Extents and nesting (I5a) of every operand that is looked at, for any B and S.
+Status check_extents(const Plan& plan, std::int64_t batch, std::int64_t sequence, Interval (&extents)[kOperandCount]) noexcept;
 
 // I5a: a written operand's axes, sorted by stride, must nest.
 bool nests(const View& view) noexcept;
 
 // I5a: whether two operands share a byte. Exact, unless the search would take more than a bounded number of steps: then true.
 bool share_memory(const View& a, const View& b) noexcept;
-
-// C6: copies a scale or offset to out[heads*dim], each element of the operand read once, and checks what it read by its
-// bits: finite, and for a scale not zero.
-Status pack_per_channel(const View& view, Argument argument, bool is_scale, std::int64_t heads, std::int64_t dim,
-                        float* out) noexcept;
 
 }  // namespace detail
 }  // namespace kvquant

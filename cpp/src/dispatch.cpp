@@ -18,6 +18,8 @@ constexpr Target kTargets[] = {
     {"avx512_bf16", &kAvx512Bf16Table, "os-zmm avx512f avx512bw avx512vl avx512dq avx512_bf16"},
     {"avx512", &kAvx512Table, "os-zmm avx512f avx512bw avx512vl avx512dq"},
     {"avx2", &kAvx2Table, "os-ymm avx2 f16c fma"},
+#elif defined(__AARCH64EL__)
+    {"neon", &kNeonTable, ""},  // part of the baseline
 #endif
     {"scalar", &kScalarTable, ""},
 };

@@ -44,7 +44,7 @@ struct KernelTable {
   Kernel kernels[2][kSources][kOutputs][kJobs];
 };
 
-extern const KernelTable kScalarTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table;
+extern const KernelTable kScalarTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table, kNeonTable;
 
 }  // namespace detail
 }  // namespace kvquant

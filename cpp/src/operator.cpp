@@ -14,6 +14,8 @@ namespace {
 constexpr std::size_t kAlign = 64;
 // Measured on W1 and W3: from about this row length on, the columns no longer stay in L1 from token to token.
 constexpr std::int64_t kLongRow = 3072;
+// A reciprocal costs a division: from how many tokens on it is worth having.
+constexpr std::int64_t kReciprocalTokens = 4;
 // Non-temporal stores: for cache rows, which nobody reads back before attention does, from the first few tokens on; for
 // outputs where x and they exceed the second-level cache, so that they would be written back anyway.
 constexpr std::int64_t kStreamRowBytes = 16384, kStreamOutBytes = std::int64_t{2} << 20;
@@ -60,21 +62,10 @@ Word read(const void* p, std::int64_t offset = 0) {
   return word;
 }
 
-bool is_written(int operand) {
-  const auto argument = static_cast<Argument>(operand);
-  return argument == Argument::k_cache || argument == Argument::v_cache || argument == Argument::q || argument == Argument::k ||
-         argument == Argument::v;
-}
-bool has_token_axes(Argument argument) {
-  return argument == Argument::x || argument == Argument::cos || argument == Argument::sin || argument == Argument::q ||
-         argument == Argument::k || argument == Argument::v || argument == Argument::q_source ||
-         argument == Argument::k_source || argument == Argument::v_source;
-}
-
 class Preparer {
  public:
-  Preparer(const Plan& plan, const Call& call, char* workspace, Prepared& out)
-      : plan_(plan), call_(call), workspace_(workspace), layout_(layout_of(plan, out.tokens)), out_(out) {}
+  Preparer(const Plan& plan, const Call& call, std::int64_t tokens, char* workspace, Prepared& out)
+      : plan_(plan), call_(call), tokens_(tokens), workspace_(workspace), layout_(layout_of(plan, tokens)), out_(out) {}
 
   Status check_memory() const;
   Status pack_scales();
@@ -84,8 +75,8 @@ class Preparer {
   const Layout& layout() const { return layout_; }
 
  private:
-  bool is_read(Argument argument) const;
-  View view_of(Argument argument) const;
+  bool given(Argument argument) const { return plan_.operands[argument].dtype != DType::none; }
+  Status pack_channels(Argument argument, bool is_scale, float* out) const;
   template <class Index> Status resolve_page();
   template <class Index> Status resolve_contiguous();
   Status resolve_duplicates(std::int64_t tokens);
@@ -95,62 +86,43 @@ class Preparer {
 
   const Plan& plan_;
   const Call& call_;
+  const std::int64_t tokens_;
   char* workspace_;
   const Layout layout_;
   Prepared& out_;
 };
 
-// Whether the operand is there and looked at at all.
-bool Preparer::is_read(Argument argument) const {
-  if (plan_.operands[argument].dtype == DType::none) return false;
-  switch (argument) {
-    case Argument::weight_scale:
-    case Argument::activation_scale:
-    case Argument::bias: return plan_.integer_x;
-    case Argument::q_source:
-    case Argument::k_source:
-    case Argument::v_source: return !plan_.packed;
-    default: return true;
-  }
-}
-
-// The plan's view with this call's pointer, B and S.
-View Preparer::view_of(Argument argument) const {
-  View view = plan_.operands[argument];
-  view.data = call_[argument];
-  if (has_token_axes(argument)) {
-    view.shape[0] = call_.batch;
-    if (plan_.three_d) view.shape[1] = call_.sequence;
-  } else if (argument == Argument::activation_scale ||
-             (argument == Argument::indices && plan_.options.cache_mode == CacheMode::page)) {
-    view.shape[0] = out_.tokens;
-  } else if (argument == Argument::indices) {
-    view.shape[0] = call_.batch;
-  }
-  return view;
-}
-
-// I5a over this call's pointers; also refuses missing pointers and extents that do not fit into 63 bits.
+// I5a over this call's pointers; also refuses missing pointers.
 Status Preparer::check_memory() const {
-  Interval intervals[kOperandCount];
-  for (int i = 0; i < kOperandCount; ++i) {
-    const auto argument = static_cast<Argument>(i);
-    if (!is_read(argument)) continue;
-    const View view = view_of(argument);
-    if (!interval_of(view, intervals[i])) return fault(Code::too_large, argument);
-    if (!view.data && intervals[i].high > intervals[i].low) return fault(Code::missing, argument);
-    if (is_written(i) && !nests(view)) return fault(Code::nesting, argument);
+  Interval resized_extents[kOperandCount];
+  const Interval* extents = plan_.extents;
+  if (call_.batch != plan_.batch || call_.sequence != plan_.sequence) {
+    if (Status s = check_extents(plan_, call_.batch, call_.sequence, resized_extents)) return s;
+    extents = resized_extents;
   }
+  struct Range {
+    std::uintptr_t low, high;
+    Argument argument;
+  } ranges[kOperandCount];
+  int count = 0;
   for (int i = 0; i < kOperandCount; ++i) {
-    if (!is_written(i) || intervals[i].low == intervals[i].high) continue;
-    for (int j = 0; j < kOperandCount; ++j) {
-      if (j == i || intervals[j].high <= intervals[i].low || intervals[i].high <= intervals[j].low ||
-          intervals[j].low == intervals[j].high)
-        continue;
-      const auto written = static_cast<Argument>(i), other = static_cast<Argument>(j);
-      if (share_memory(view_of(written), view_of(other))) {
-        Status status = fault(Code::overlap, written);
-        status.other = other;
+    if (extents[i].low == extents[i].high) continue;
+    const auto argument = static_cast<Argument>(i);
+    const auto data = reinterpret_cast<std::uintptr_t>(call_.data[i]);
+    if (!data) return fault(Code::missing, argument);
+    ranges[count++] = {data + static_cast<std::uintptr_t>(extents[i].low), data + static_cast<std::uintptr_t>(extents[i].high), argument};
+  }
+  for (int i = 0; i < count; ++i) {
+    if (!is_written(ranges[i].argument)) continue;
+    for (int j = 0; j < count; ++j) {
+      if (ranges[j].high <= ranges[i].low || ranges[i].high <= ranges[j].low || j == i) continue;
+      View written = resized(plan_, ranges[i].argument, call_.batch, call_.sequence);
+      View other = resized(plan_, ranges[j].argument, call_.batch, call_.sequence);
+      written.data = call_[ranges[i].argument];
+      other.data = call_[ranges[j].argument];
+      if (share_memory(written, other)) {
+        Status status = fault(Code::overlap, ranges[i].argument);
+        status.other = ranges[j].argument;
         return status;
       }
     }
@@ -167,11 +139,13 @@ Status Preparer::pack_scales() {
   for (int i = 0; i < 2; ++i) {
     float *const scale = packed, *const offset = packed + columns, *const reciprocal = packed + 2 * columns;
     packed += 3 * columns;
-    if (Status s = pack_per_channel(view_of(arguments[i][0]), arguments[i][0], true, plan_.heads_kv, plan_.dim, scale)) return s;
-    if (!is_read(arguments[i][1]))
+    if (Status s = pack_channels(arguments[i][0], true, scale)) return s;
+    if (!given(arguments[i][1]))
       std::memset(offset, 0, static_cast<std::size_t>(columns) * sizeof(float));  // adding 0 keeps every quantised value
-    else if (Status s = pack_per_channel(view_of(arguments[i][1]), arguments[i][1], false, plan_.heads_kv, plan_.dim, offset))
+    else if (Status s = pack_channels(arguments[i][1], false, offset))
       return s;
+    *results[i] = {scale, offset, nullptr};
+    if (tokens_ < kReciprocalTokens) continue;
     // The range in which the kernels may multiply by the reciprocal: divide() in simd/avx512.hpp says why.
     std::uint32_t outside = 0;
     for (std::int64_t c = 0; c < columns; ++c) {
@@ -179,7 +153,7 @@ Status Preparer::pack_scales() {
       outside |= static_cast<std::uint32_t>(scale_exponent - 87u > 59u) | static_cast<std::uint32_t>(offset_exponent > 146u);
       reciprocal[c] = 1.0f / scale[c];
     }
-    *results[i] = {scale, offset, outside ? nullptr : reciprocal};
+    if (!outside) results[i]->reciprocal = reciprocal;
   }
   return {};
 }
@@ -249,7 +223,7 @@ Status Preparer::resolve_page() {
   std::int8_t **k_row = k_rows(), **v_row = v_rows();
   std::int64_t previous = -1;
   bool ascending = true;
-  for (std::int64_t t = 0; t < out_.tokens; ++t) {
+  for (std::int64_t t = 0; t < tokens_; ++t) {
     const std::int64_t index = read<Index>(call_[Argument::indices], t * stride);
     if (index == -1 && plan_.options.skip_padding) {
       k_row[t] = v_row[t] = nullptr;
@@ -266,7 +240,7 @@ Status Preparer::resolve_page() {
     ascending &= index > previous;
     previous = index;
   }
-  return ascending ? Status{} : resolve_duplicates(out_.tokens);
+  return ascending ? Status{} : resolve_duplicates(tokens_);
 }
 
 // Finds tokens, among the first `tokens`, with the same row by a hash table of token numbers, keyed by the row's address (rows of a nesting cache have
@@ -311,46 +285,51 @@ bool all_aligned(Values... values) {
 void Preparer::choose_stores() {
   const auto address = [&](Argument argument) { return reinterpret_cast<std::uintptr_t>(call_[argument]); };
   const View &k = plan_.operands[Argument::k_cache], &v = plan_.operands[Argument::v_cache];
-  const std::int64_t row_bytes = 2 * out_.tokens * columns_kv(plan_);
+  const std::int64_t row_bytes = 2 * tokens_ * columns_kv(plan_);
   out_.stream_rows = row_bytes >= kStreamRowBytes && plan_.dim / 2 % 16 == 0 &&
                      all_aligned(address(Argument::k_cache), address(Argument::v_cache), plan_.dim, k.strides[0], k.strides[1],
                                  k.strides[2], v.strides[0], v.strides[1], v.strides[2]);
   const std::int64_t item = item_size(plan_.operands[Argument::cos].dtype), x_item = plan_.integer_x ? 4 : item;
-  out_.stream_out = out_.tokens * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
+  out_.stream_out = tokens_ * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
 }
 
-bool is_bad(std::uint32_t bits, bool is_scale) {
-  return (bits & 0x7F800000u) == 0x7F800000u || (is_scale && (bits & 0x7FFFFFFFu) == 0);
+// The sign bit is set if the float32 of these bits is not finite or, with zero_is_bad = 1, if it is zero. Written without a
+// branch or an unsigned comparison, so that baseline SIMD can do it.
+std::uint32_t badness(std::uint32_t bits, std::uint32_t zero_is_bad) {
+  return ((bits & 0x7F800000u) + 0x00800000u) | ((bits & 0x7FFFFFFFu) - zero_is_bad);
 }
 
-}  // namespace
-
-Status pack_per_channel(const View& view, Argument argument, bool is_scale, std::int64_t heads, std::int64_t dim,
-                        float* out) noexcept {
+// Copies a scale or offset to out[Nkv*D], each element of the operand read once, and checks what it read by its bits (C6).
+Status Preparer::pack_channels(Argument argument, bool is_scale, float* out) const {
+  const View& view = plan_.operands[argument];
+  const std::int64_t heads = plan_.heads_kv, dim = plan_.dim;
   const bool per_head = view.ndim == 2 && view.shape[1] == 1;
   const bool single = view.ndim == 0 || (view.ndim == 1 && view.shape[0] == 1);
   const std::int64_t step = single || per_head ? 0 : view.strides[view.ndim - 1];
   const std::int64_t head_step = single ? 0 : view.ndim == 2 ? view.strides[0] : dim * view.strides[0];
-  const auto* data = static_cast<const char*>(view.data);
-  if (step == sizeof(float) && head_step == dim * step) {
-    std::memcpy(out, data, static_cast<std::size_t>(heads * dim) * sizeof(float));
+  const void* const data = call_[argument];
+  const std::uint32_t zero_is_bad = is_scale ? 1 : 0;
+  std::uint32_t bad = 0;
+  if (step == sizeof(float) && (heads == 1 || head_step == dim * step)) {
+    for (std::int64_t c = 0; c < heads * dim; ++c) {
+      const std::uint32_t bits = read<std::uint32_t>(data, c * 4);
+      bad |= badness(bits, zero_is_bad);
+      std::memcpy(out + c, &bits, sizeof(bits));
+    }
   } else {
-    for (std::int64_t h = 0; h < heads; ++h) {
+    for (std::int64_t h = 0; h < heads; ++h)
       for (std::int64_t d = 0; d < dim; ++d) {
         const bool repeats = (single && h > 0) || ((single || per_head) && d > 0);  // read once
-        out[h * dim + d] = repeats ? out[single ? 0 : h * dim] : read<float>(data, h * head_step + d * step);
+        float& value = out[h * dim + d];
+        value = repeats ? out[single ? 0 : h * dim] : read<float>(data, h * head_step + d * step);
+        bad |= badness(bits_of(value), zero_is_bad);
       }
-    }
   }
-  std::uint32_t bad = 0;
-  for (std::int64_t c = 0; c < heads * dim; ++c) bad |= static_cast<std::uint32_t>(is_bad(bits_of(out[c]), is_scale));
-  if (!bad) return {};
+  if (!(bad >> 31)) return {};
   std::int64_t c = 0;
-  while (!is_bad(bits_of(out[c]), is_scale)) ++c;
+  while (!(badness(bits_of(out[c]), zero_is_bad) >> 31)) ++c;
   return fault(is_scale ? Code::scale : Code::offset, argument, bits_of(out[c]), 0, -1, single ? 0 : per_head ? c / dim : c);
 }
-
-namespace {
 
 // The tokens of one part in [first, last), handed to the kernels in groups: those with a cache row, and those without.
 std::int64_t run_part(const Plan& plan, const Prepared& prepared, int stream_index, std::int64_t first, std::int64_t last) {
@@ -428,8 +407,8 @@ std::size_t workspace_size(const Plan& plan, std::int64_t tokens) noexcept {
 
 Status prepare(const Plan& plan, const Call& call, void* workspace, std::size_t workspace_bytes, Prepared& prepared) noexcept {
   using detail::fault;
-  prepared = Prepared{};
   prepared.call = call;
+  prepared.tokens = 0;  // until all is checked: run does nothing
   const Argument source = plan.packed ? Argument::x : Argument::q_source;
   std::int64_t tokens = 0;
   if (call.batch < 0 || call.sequence < 0 || __builtin_mul_overflow(call.batch, call.sequence, &tokens) || tokens > detail::kMaxTokens)
@@ -439,8 +418,7 @@ Status prepare(const Plan& plan, const Call& call, void* workspace, std::size_t 
   if (plan.options.cache_mode == CacheMode::contiguous && call.batch > cache.shape[0])
     return fault(Code::too_few, Argument::k_cache, cache.shape[0], call.batch, 0);
   if (tokens == 0) return {};  // I7
-  prepared.tokens = tokens;
-  detail::Preparer preparer(plan, call, static_cast<char*>(workspace), prepared);
+  detail::Preparer preparer(plan, call, tokens, static_cast<char*>(workspace), prepared);
   const std::size_t needed = preparer.layout().bytes;
   Status status;
   if (workspace_bytes < needed || !workspace || reinterpret_cast<std::uintptr_t>(workspace) % detail::kAlign)
@@ -449,9 +427,10 @@ Status prepare(const Plan& plan, const Call& call, void* workspace, std::size_t 
   if (!status) status = preparer.pack_scales();
   if (!status) status = preparer.resolve_rows();
   if (!status && plan.integer_x) preparer.pack_columns();
-  if (!status) preparer.choose_stores();
-  if (status) prepared.tokens = 0;  // run does nothing
-  return status;
+  if (status) return status;
+  preparer.choose_stores();
+  prepared.tokens = tokens;
+  return {};
 }
 
 void run(const Plan& plan, const Prepared& prepared, std::int64_t first, std::int64_t last) noexcept {

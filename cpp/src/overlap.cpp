@@ -54,27 +54,31 @@ struct Search {
 
 }  // namespace
 
-bool interval_of(const View& view, Interval& interval) noexcept {
-  interval = {};
-  for (int i = 0; i < view.ndim; ++i)
-    if (view.shape[i] == 0) return true;
+bool extent_of(const View& view, Interval& extent) noexcept {
+  // The bounds let four axes, two extents, or an extent and an address, be added without overflow.
+  constexpr std::int64_t kMostPerAxis = std::int64_t{1} << 58;
   std::int64_t low = 0, high = item_size(view.dtype);
-  bool overflow = false;
+  bool empty = false, overflow = false;
   for (int i = 0; i < view.ndim; ++i) {
     std::int64_t span = 0;
-    if (view.shape[i] == 1) continue;
-    overflow |= __builtin_mul_overflow(view.shape[i] - 1, view.strides[i], &span);
-    overflow |= __builtin_add_overflow(span < 0 ? low : high, span, span < 0 ? &low : &high);
+    empty |= view.shape[i] == 0;
+    if (view.shape[i] != 1) overflow |= __builtin_mul_overflow(view.shape[i] - 1, view.strides[i], &span);
+    overflow |= span > kMostPerAxis || span < -kMostPerAxis;
+    low += overflow || span > 0 ? 0 : span;
+    high += overflow || span < 0 ? 0 : span;
   }
-  const auto base = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(view.data));
-  overflow |= __builtin_add_overflow(base, low, &interval.low);
-  overflow |= __builtin_add_overflow(base, high, &interval.high);
-  std::int64_t length = 0;
-  overflow |= __builtin_sub_overflow(interval.high, interval.low, &length);
-  return !overflow && length < (std::int64_t{1} << 62);  // so that two lengths can be added
+  extent = empty ? Interval{} : Interval{low, high};
+  return empty || !overflow;
 }
 
 bool nests(const View& view) noexcept {
+  std::int64_t dense = item_size(view.dtype);
+  int ordered = view.ndim;  // axes that nest in the order they are in, as those of nearly every array do
+  while (ordered > 0 && (view.shape[ordered - 1] == 1 || view.strides[ordered - 1] >= dense)) {
+    --ordered;
+    dense += (view.shape[ordered] - 1) * view.strides[ordered];
+  }
+  if (ordered == 0) return true;
   for (int i = 0; i < view.ndim; ++i)
     if (view.shape[i] == 0) return true;
   Terms axes;
@@ -82,14 +86,20 @@ bool nests(const View& view) noexcept {
   std::int64_t inside = item_size(view.dtype);
   for (int i = 0; i < axes.count; ++i) {
     if (axes.term[i].stride < inside) return false;
-    inside += axes.term[i].last * axes.term[i].stride;  // interval_of has shown that this does not overflow
+    inside += axes.term[i].last * axes.term[i].stride;  // extent_of has shown that this does not overflow
   }
   return true;
 }
 
 bool share_memory(const View& a, const View& b) noexcept {
   Interval at, bt;
-  if (!interval_of(a, at) || !interval_of(b, bt)) return true;
+  if (!extent_of(a, at) || !extent_of(b, bt)) return true;
+  const auto shift = [](Interval& interval, const void* data) {
+    interval.low += static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data));
+    interval.high += static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data));
+  };
+  shift(at, a.data);
+  shift(bt, b.data);
   if (at.high <= bt.low || bt.high <= at.low || at.low == at.high || bt.low == bt.high) return false;
   // A byte of a lies at at.low + (sum of stride * i + byte), one of b at bt.high - 1 - (sum of stride * j + byte), every
   // term non-negative. They meet where all terms together equal bt.high - 1 - at.low.
@@ -119,6 +129,51 @@ bool share_memory(const View& a, const View& b) noexcept {
     search.reach[kept - 1 - i] = search.reach[kept - i] + merged[i].stride * merged[i].last;
   }
   return search.solve(0, bt.high - 1 - at.low);
+}
+
+View resized(const Plan& plan, Argument argument, std::int64_t batch, std::int64_t sequence) noexcept {
+  View view = plan.operands[argument];
+  switch (argument) {
+    case Argument::x:
+    case Argument::cos:
+    case Argument::sin:
+    case Argument::q:
+    case Argument::k:
+    case Argument::v:
+    case Argument::q_source:
+    case Argument::k_source:
+    case Argument::v_source:
+      view.shape[0] = batch;
+      if (plan.three_d) view.shape[1] = sequence;
+      break;
+    case Argument::activation_scale: view.shape[0] = batch * sequence; break;
+    case Argument::indices: view.shape[0] = plan.options.cache_mode == CacheMode::page ? batch * sequence : batch; break;
+    default: break;
+  }
+  return view;
+}
+
+namespace {
+Status check_extent(const View& view, Argument argument, Interval& extent) {
+  if (!extent_of(view, extent)) return fault(Code::too_large, argument);
+  if (is_written(argument) && !nests(view)) return fault(Code::nesting, argument);
+  return {};
+}
+}  // namespace
+
+Status check_extents(const Plan& plan, std::int64_t batch, std::int64_t sequence, Interval (&extents)[kOperandCount]) noexcept {
+  for (int i = 0; i < kOperandCount; ++i) {
+    const auto argument = static_cast<Argument>(i);
+    const bool columns = argument == Argument::weight_scale || argument == Argument::activation_scale || argument == Argument::bias;
+    const bool source = argument >= Argument::q_source && argument <= Argument::v_source;
+    extents[i] = {};
+    if (plan.operands[argument].dtype == DType::none || (columns && !plan.integer_x) || (source && plan.packed)) continue;
+    const bool same = batch == plan.batch && sequence == plan.sequence;
+    if (Status s = same ? check_extent(plan.operands[argument], argument, extents[i])
+                        : check_extent(resized(plan, argument, batch, sequence), argument, extents[i]))
+      return s;
+  }
+  return {};
 }
 
 }  // namespace detail

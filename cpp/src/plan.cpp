@@ -299,6 +299,7 @@ Status Planner::make() {
   if (Status s = check_columns()) return s;
   if (plan_.options.vendor_limits)
     if (Status s = check_vendor()) return s;
+  if (Status s = check_extents(plan_, plan_.batch, plan_.sequence, plan_.extents)) return s;
   if (Status s = find_target(plan_.options.isa, plan_.target)) return s;
   choose_kernels();
   return {};
@@ -322,8 +323,8 @@ View contiguous_view(const void* data, DType dtype, std::int32_t ndim, const std
 }
 
 Status make_plan(const Operands& operands, const Options& options, Plan& plan) noexcept {
-  plan.operands = operands;
-  plan.options = options;
+  if (&operands != &plan.operands) plan.operands = operands;
+  if (&options != &plan.options) plan.options = options;
   return detail::Planner(plan).make();
 }
 

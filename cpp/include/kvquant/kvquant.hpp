@@ -165,6 +165,12 @@ struct Part;
 struct Token;
 using Kernel = std::int64_t (*)(const Part&, const Token*, std::int64_t);
 
+// The bytes that an operand occupies, relative to its data pointer: [low, high). Empty (0, 0) if it is absent or has no
+// elements.
+struct Interval {
+  std::int64_t low = 0, high = 0;
+};
+
 // One of Q, K, V as the plan sees it: strides in bytes over batch, sequence and heads.
 struct Stream {
   Argument argument;
@@ -187,6 +193,7 @@ struct Plan {
   bool pack_columns = false;              // weight_scale or bias must be copied into the workspace
   const detail::Target* target = nullptr;
   detail::Stream streams[3] = {};
+  detail::Interval extents[kOperandCount] = {};  // of the operands that are looked at, for this B and S
 };
 
 // What may change from call to call under one plan: B, S and the data pointers, in the order of Argument. Strides are the plan's.
@@ -219,6 +226,7 @@ struct Prepared {
 };
 
 // Checks metadata (dtypes, shapes, strides, options). On error `plan` is unspecified. Reads no data, writes only `plan`.
+// The two may be plan.operands and plan.options, filled in place.
 KVQUANT_API Status make_plan(const Operands& operands, const Options& options, Plan& plan) noexcept;
 
 // Bytes of workspace that prepare needs for a call of `tokens` tokens (64-byte aligned memory).

@@ -1,0 +1,123 @@
+// The 16-lane block as four q registers (AArch64 baseline, little endian). Knows no operator. Included inside an anonymous
+// namespace.
+
+constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long; as on AVX2, a block is 1/8 of the registers
+struct F {
+  float32x4_t v[4];
+};
+struct Pair {
+  F a, b;  // columns j and j + dim/2 of one head
+};
+
+inline F broadcast(float value) {
+  const float32x4_t v = vdupq_n_f32(value);
+  return {{v, v, v, v}};
+}
+inline F add(F a, F b) {
+  return {{vaddq_f32(a.v[0], b.v[0]), vaddq_f32(a.v[1], b.v[1]), vaddq_f32(a.v[2], b.v[2]), vaddq_f32(a.v[3], b.v[3])}};
+}
+inline F sub(F a, F b) {
+  return {{vsubq_f32(a.v[0], b.v[0]), vsubq_f32(a.v[1], b.v[1]), vsubq_f32(a.v[2], b.v[2]), vsubq_f32(a.v[3], b.v[3])}};
+}
+inline F mul(F a, F b) {
+  return {{vmulq_f32(a.v[0], b.v[0]), vmulq_f32(a.v[1], b.v[1]), vmulq_f32(a.v[2], b.v[2]), vmulq_f32(a.v[3], b.v[3])}};
+}
+inline F div(F a, F b) {
+  return {{vdivq_f32(a.v[0], b.v[0]), vdivq_f32(a.v[1], b.v[1]), vdivq_f32(a.v[2], b.v[2]), vdivq_f32(a.v[3], b.v[3])}};
+}
+inline F divide(F value, F scale, F) { return div(value, scale); }
+
+// For exact products only, where fused and separate rounding give the same bits.
+inline F multiply_add(F a, F b, F c) {
+  return {{vfmaq_f32(c.v[0], a.v[0], b.v[0]), vfmaq_f32(c.v[1], a.v[1], b.v[1]), vfmaq_f32(c.v[2], a.v[2], b.v[2]),
+           vfmaq_f32(c.v[3], a.v[3], b.v[3])}};
+}
+// FMLS is c - a*b: negated, it would turn the +0 of equal operands into -0.
+inline F multiply_subtract(F a, F b, F c) { return sub(mul(a, b), c); }
+
+// Loads and stores of bytes: the only element type for which any address is aligned.
+inline uint8x16_t load_128(const char* p) { return vld1q_u8(reinterpret_cast<const std::uint8_t*>(p)); }
+inline void store_128(char* p, uint8x16_t value) { vst1q_u8(reinterpret_cast<std::uint8_t*>(p), value); }
+inline int32x4_t load_words(const char* p) { return vreinterpretq_s32_u8(load_128(p)); }
+
+inline F load(Float32, const char* p) {
+  return {{vreinterpretq_f32_u8(load_128(p)), vreinterpretq_f32_u8(load_128(p + 16)), vreinterpretq_f32_u8(load_128(p + 32)),
+           vreinterpretq_f32_u8(load_128(p + 48))}};
+}
+inline F load(Int32, const char* p) {
+  return {{vcvtq_f32_s32(load_words(p)), vcvtq_f32_s32(load_words(p + 16)), vcvtq_f32_s32(load_words(p + 32)),
+           vcvtq_f32_s32(load_words(p + 48))}};
+}
+// FPCR.AHP would read and write infinity and NaN as numbers; the operator runs with FPCR = 0 (fp_state.hpp).
+inline F widen(float16x8_t lo, float16x8_t hi) {
+  return {{vcvt_f32_f16(vget_low_f16(lo)), vcvt_high_f32_f16(lo), vcvt_f32_f16(vget_low_f16(hi)), vcvt_high_f32_f16(hi)}};
+}
+inline F load(Float16, const char* p) {
+  return widen(vreinterpretq_f16_u8(load_128(p)), vreinterpretq_f16_u8(load_128(p + 16)));
+}
+inline F load(Bfloat16, const char* p) {
+  const uint16x8_t lo = vreinterpretq_u16_u8(load_128(p)), hi = vreinterpretq_u16_u8(load_128(p + 16));
+  return {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(lo), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(lo, 16)),
+           vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(hi), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(hi, 16))}};
+}
+// float32(x + bias); the sum wraps (C2).
+inline F load_sum(const char* x, const char* bias) {
+  return {{vcvtq_f32_s32(vaddq_s32(load_words(x), load_words(bias))),
+           vcvtq_f32_s32(vaddq_s32(load_words(x + 16), load_words(bias + 16))),
+           vcvtq_f32_s32(vaddq_s32(load_words(x + 32), load_words(bias + 32))),
+           vcvtq_f32_s32(vaddq_s32(load_words(x + 48), load_words(bias + 48)))}};
+}
+
+// C5: every NaN becomes the positive quiet one. Done before narrowing, where the conversions keep sign and payload.
+inline float32x4_t canonical(float32x4_t a) {
+  return vbslq_f32(vceqq_f32(a, a), a, vreinterpretq_f32_u32(vdupq_n_u32(0x7FC00000)));
+}
+inline float16x8_t narrow_half(float32x4_t lo, float32x4_t hi) { return vcvt_high_f16_f32(vcvt_f16_f32(lo), hi); }
+// Nearest even by integer arithmetic: what is added to a float32 before its lower half is dropped.
+inline uint32x4_t bfloat16_bias(uint32x4_t bits) {
+  return vaddq_u32(vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1)), vdupq_n_u32(0x7FFF));
+}
+inline uint16x8_t narrow_bfloat16(float32x4_t lo, float32x4_t hi) {
+  const uint32x4_t a = vreinterpretq_u32_f32(canonical(lo)), b = vreinterpretq_u32_f32(canonical(hi));
+  return vaddhn_high_u32(vaddhn_u32(a, bfloat16_bias(a)), b, bfloat16_bias(b));
+}
+
+inline F round_float16(F a) { return widen(narrow_half(a.v[0], a.v[1]), narrow_half(a.v[2], a.v[3])); }
+inline void store_raw(char* p, F a) {
+  for (int i = 0; i < 4; ++i) store_128(p + 16 * i, vreinterpretq_u8_f32(a.v[i]));
+}
+inline void store(Float32, char* p, F a) {
+  for (int i = 0; i < 4; ++i) store_128(p + 16 * i, vreinterpretq_u8_f32(canonical(a.v[i])));
+}
+inline void store(Float16, char* p, F a) {
+  store_128(p, vreinterpretq_u8_f16(narrow_half(canonical(a.v[0]), canonical(a.v[1]))));
+  store_128(p + 16, vreinterpretq_u8_f16(narrow_half(canonical(a.v[2]), canonical(a.v[3]))));
+}
+inline void store(Bfloat16, char* p, F a) {
+  store_128(p, vreinterpretq_u8_u16(narrow_bfloat16(a.v[0], a.v[1])));
+  store_128(p + 16, vreinterpretq_u8_u16(narrow_bfloat16(a.v[2], a.v[3])));
+}
+
+// C6. FCVTNS rounds ties to even, saturates, and turns NaN into 0; the narrowings saturate. A NaN in `value` is one in `scaled`.
+inline int8x16_t quantise(F, F scaled) {
+  const int16x8_t lo = vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(scaled.v[0])), vcvtnq_s32_f32(scaled.v[1]));
+  const int16x8_t hi = vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(scaled.v[2])), vcvtnq_s32_f32(scaled.v[3]));
+  return vqmovn_high_s16(vqmovn_s16(lo), hi);
+}
+struct TwoBlocks {
+  int8x16_t first, second;
+};
+inline TwoBlocks quantise(F value0, F scaled0, F value1, F scaled1) {
+  return {quantise(value0, scaled0), quantise(value1, scaled1)};
+}
+inline void store(Int8, char* p, int8x16_t a) { store_128(p, vreinterpretq_u8_s8(a)); }
+inline void store(Int8, char* p, TwoBlocks a) {
+  store(Int8{}, p, a.first);
+  store(Int8{}, p + kLanes, a.second);
+}
+
+// Streaming is a hint. STNP, which takes it, has no intrinsic.
+template <class T, class Value>
+inline void stream(T type, char* p, Value value) {
+  store(type, p, value);
+}
