@@ -200,7 +200,7 @@ def drawn(pair_number, number):
     padding, duplicates = random.below(2) == 0, page and random.below(2) == 0
     lead = random.pick(((2, 2), (1, 3), (3, 1), (3,), (5,)) if dim < 18 else ((2, 1), (1, 2), (2,)))
     tokens = int(np.prod(lead))
-    heads = random.pick(((1, 1), (0, 1)) if dim == 66 else ((2, 1), (1, 2), (0, 2)))
+    heads = random.pick(((2, 1), (1, 2), (0, 2)) if dim < 34 else ((1, 1), (0, 2)) if dim < 66 else ((1, 1), (0, 1)))
     cache = (3, 3) if page else (lead[0], 1 + (lead[1] if len(lead) == 2 else 1))
     data = kData[(number + pair_number + pair_number // 3) % 3]
     numerics, bias = ("fp32", "ascend")[number % 2], kBiases[(number + number // 5) % 5]
@@ -256,7 +256,7 @@ def long_rows(pair, tokens, dim, bias):
         "cache_mode": "page", "numerics": "fp32", "kv_output": False, "padding_index": None, "allow_duplicates": False,
     }  # fmt: skip
     name = f"{pair[0]} to {pair[1]}, dim {dim}, {heads} heads, long rows"
-    call = Call(name, pair, lead=(tokens,), heads=(0, heads), dim=dim, cache=(1, 5), options=options)
+    call = Call(name, pair, lead=(tokens,), heads=(0, heads), dim=dim, cache=(1, tokens), options=options)
     call.put("x", "int32", (tokens, call.width), integers(random, 509, "plain", 20000))
     call.put("weight_scale", "float32", (call.width,), np.asarray([random.uniform(1e-4, 1e-3) for _ in range(251)]))
     call.put("bias", bias, (call.width,), [random.below(4001) - 2000 if bias == "int32" else random.uniform(-2, 2) for _ in range(241)])
@@ -265,7 +265,7 @@ def long_rows(pair, tokens, dim, bias):
     for operand in ("scale_k", "scale_v"):
         call.put(operand, "float32", (heads, dim), scales(random, 239, "plain"))
         call.put(operand.replace("scale", "offset"), "float32", (heads, dim), offsets(random, 233, "plain"))
-    call.put("indices", "int64", (tokens,), [4, 0, 3, 1, 2][:tokens])
+    call.put("indices", "int64", (tokens,), [3, 0, 2, 1, 4][:tokens])
     return call
 
 

@@ -27,27 +27,25 @@ constexpr int kTargetCount = static_cast<int>(sizeof(kTargets) / sizeof(kTargets
 
 std::atomic<std::uint64_t> rows_written[kTargetCount];
 
-// Each feature is one bit of one answer; the os-* features are XCR0 masks: CPUID may promise registers that the operating
-// system, or a hypervisor that hides them by XCR0 only, does not save.
-bool has(const CpuAnswers& cpu, const char* feature) {
-  const auto is = [&](const char* other) { return std::strcmp(feature, other) == 0; };
-  const auto bit = [](std::uint32_t word, int index) { return (word >> index & 1u) != 0; };
-  const std::uint32_t leaf7 = cpu.max_leaf >= 7 ? cpu.leaf7_ebx : 0;
-  if (is("os-ymm")) return (cpu.xcr0 & 0x06) == 0x06;
-  if (is("os-zmm")) return (cpu.xcr0 & 0xE6) == 0xE6;
-  if (is("f16c")) return bit(cpu.leaf1_ecx, 29);
-  if (is("fma")) return bit(cpu.leaf1_ecx, 12);
-  if (is("avx2")) return bit(leaf7, 5) && bit(cpu.leaf1_ecx, 28);
-  if (is("avx512f")) return bit(leaf7, 16);
-  if (is("avx512dq")) return bit(leaf7, 17);
-  if (is("avx512bw")) return bit(leaf7, 30);
-  if (is("avx512vl")) return bit(leaf7, 31);
-  if (is("avx512_bf16")) return bit(cpu.max_leaf >= 7 ? cpu.leaf7_1_eax : 0, 5);
-  return false;
-}
-
-const char* const kFeatureNames[] = {"os-ymm", "os-zmm", "f16c", "fma", "avx2", "avx512f", "avx512dq", "avx512bw", "avx512vl",
-                                     "avx512_bf16"};
+// One feature: bits of CPUID answers, or of XCR0, that must all be set. CPUID may promise registers that the operating system
+// or a hypervisor does not save, hence the os-* features. AVX2 code uses AVX, AVX-512 code both, so their bits are asked for.
+struct Feature {
+  const char* name;
+  std::uint32_t leaf1_ecx, leaf7_ebx, leaf7_1_eax, xcr0;
+};
+constexpr std::uint32_t kAvx = 1u << 28, kFma = 1u << 12, kAvx2 = 1u << 5;
+constexpr Feature kFeatures[] = {
+    {"os-ymm", 0, 0, 0, 0x06},
+    {"os-zmm", 0, 0, 0, 0xE6},
+    {"f16c", 1u << 29, 0, 0, 0},
+    {"fma", kFma, 0, 0, 0},
+    {"avx2", kAvx, kAvx2, 0, 0},
+    {"avx512f", kAvx | kFma, kAvx2 | 1u << 16, 0, 0},
+    {"avx512dq", 0, 1u << 17, 0, 0},
+    {"avx512bw", 0, 1u << 30, 0, 0},
+    {"avx512vl", 0, 1u << 31, 0, 0},
+    {"avx512_bf16", 0, 0, 1u << 5, 0},
+};
 
 int index_of(const char* isa) {
   for (int i = 0; i < kTargetCount; ++i)
@@ -91,14 +89,17 @@ const Choice& active() {
 
 }  // namespace
 
+const Target& target_at(int index) noexcept { return kTargets[index]; }
+
 CpuAnswers ask_cpu() noexcept {
   CpuAnswers cpu;
 #if defined(__x86_64__)
   unsigned a = 0, b = 0, c = 0, d = 0;
-  cpu.max_leaf = static_cast<std::uint32_t>(__get_cpuid_max(0, nullptr));
   if (__get_cpuid(1, &a, &b, &c, &d)) cpu.leaf1_ecx = c;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) cpu.leaf7_ebx = b;
-  if (cpu.max_leaf >= 7 && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu.leaf7_1_eax = a;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {  // fails where the leaf does not exist, as do the others
+    cpu.leaf7_ebx = b;
+    if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu.leaf7_1_eax = a;
+  }
   if (cpu.leaf1_ecx >> 27 & 1u) {  // OSXSAVE: XGETBV exists
     std::uint32_t low = 0, high = 0;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -109,10 +110,16 @@ CpuAnswers ask_cpu() noexcept {
 }
 
 const char* missing_feature(const Target& target, const CpuAnswers& cpu) noexcept {
+  const auto all = [](std::uint64_t word, std::uint32_t bits) { return (word & bits) == bits; };
   for (const char* at = target.needs; *at;) {
     const std::size_t length = std::strcspn(at, " ");
-    for (const char* feature : kFeatureNames)
-      if (std::strlen(feature) == length && std::strncmp(feature, at, length) == 0 && !has(cpu, feature)) return feature;
+    const Feature* feature = nullptr;
+    for (const Feature& known : kFeatures)
+      if (std::strlen(known.name) == length && std::strncmp(known.name, at, length) == 0) feature = &known;
+    if (!feature) return "a feature that the dispatcher does not know";
+    if (!all(cpu.leaf1_ecx, feature->leaf1_ecx) || !all(cpu.leaf7_ebx, feature->leaf7_ebx) ||
+        !all(cpu.leaf7_1_eax, feature->leaf7_1_eax) || !all(cpu.xcr0, feature->xcr0))
+      return feature->name;
     at += length;
     at += *at == ' ';
   }

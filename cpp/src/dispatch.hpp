@@ -11,7 +11,6 @@ namespace detail {
 
 // The raw answers of CPUID and XGETBV, apart from the code that asks, so that tests can describe any machine.
 struct CpuAnswers {
-  std::uint32_t max_leaf = 0;
   std::uint32_t leaf1_ecx = 0, leaf7_ebx = 0, leaf7_1_eax = 0;
   std::uint64_t xcr0 = 0;  // 0 if the OS has not enabled XGETBV
 };
@@ -22,6 +21,9 @@ struct Target {
   const KernelTable* table;
   const char* needs;  // features, separated by spaces; exactly what the target's compiler flags assume
 };
+
+// The targets of this build, best first.
+const Target& target_at(int index) noexcept;
 
 // Null if `target` can run on the described machine, else the first feature that is missing.
 const char* missing_feature(const Target& target, const CpuAnswers& cpu) noexcept;

@@ -190,7 +190,7 @@ inline void all_columns(const Part& part, const Token* tokens) {
     }
     for (std::int64_t first = 0; first < p.heads * p.dim; first += p.dim) {
       std::int64_t j = begin;
-      if constexpr (N == 1)
+      if constexpr (N == 1 && kTwoBlocks)
         for (; j + 2 * kLanes <= whole; j += 2 * kLanes)
           tile<SourceT<false>, OutT, kRotate, kCacheIt, kOutIt, kAscend, false, N, 2>(p, at, rotations, first, j, j - begin, kLanes);
       for (; j < whole; j += kLanes)

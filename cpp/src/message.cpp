@@ -90,9 +90,10 @@ void add_isa(Line& line, const Status& status) {
     line.add("unknown name; expected one of");
     for (int i = 0; i < target_count(); ++i) line.add(i ? ", %s" : " %s", target_name(i));
   } else {
-    const int index = static_cast<int>(status.position);
-    const char* missing = target_missing(index);
-    line.add("%s can't run on this machine, which lacks %s", target_name(index), missing ? missing : "nothing");
+    const bool known = status.position >= 0 && status.position < target_count();
+    const int index = known ? static_cast<int>(status.position) : 0;
+    const char* missing = known ? target_missing(index) : nullptr;
+    line.add("%s can't run on this machine, which lacks %s", known ? target_name(index) : "it", missing ? missing : "a feature");
   }
 }
 

@@ -158,7 +158,7 @@ class Sweep {
     for (std::uint32_t i = 0; i < kBatch; ++i) put_bits(source + 4 * i, DType::int32, first + i * step);
     REQUIRE(execute(wide_.a, wide_.options).code == kvquant::Code::ok);
     const char* v = static_cast<const char*>(wide_.a[Argument::v].data);
-    const char* row = static_cast<const char*>(wide_.a[Argument::v_cache].data);
+    const auto* row = static_cast<const std::int8_t*>(wide_.a[Argument::v_cache].data);
     const std::size_t size = static_cast<std::size_t>(item_size(out_));
     std::int64_t differing = 0;
     for (std::uint32_t i = 0; i < kBatch; ++i) {

@@ -214,8 +214,8 @@ std::vector<Fault> faults() {
   add("contiguous index: C2 - S + 1", Base::contiguous, [](Call& c) { index(1, c.a[A::k_cache].shape[1] - 3 + 1)(c); }, {Code::index}, {A::indices}, 1);
   add("sequence longer than the cache", Base::contiguous, all({shape(A::k_cache, 1, 2), shape(A::v_cache, 1, 2), index(0, 0), index(1, 0)}),
       {Code::index}, {A::indices}, 0);
-  add("no blocks (F15)", Base::page, all({shape(A::k_cache, 0, 0), shape(A::v_cache, 0, 0)}), {Code::index}, {A::indices});
-  add("no rows (F15)", Base::page, all({shape(A::k_cache, 1, 0), shape(A::v_cache, 1, 0)}), {Code::index}, {A::indices});
+  add("no blocks (F15)", Base::page, all({shape(A::k_cache, 0, 0), shape(A::v_cache, 0, 0)}), {Code::too_few}, {A::k_cache});
+  add("no rows (F15)", Base::page, all({shape(A::k_cache, 1, 0), shape(A::v_cache, 1, 0)}), {Code::too_few}, {A::k_cache});
   add("duplicate", Base::page, wide_index(5, 2), {Code::duplicate}, {A::indices}, 5);
   add("duplicate beside padding", Base::page, all({wide_index(5, 0), [](Call& c) { c.o.skip_padding = true; }}), {Code::duplicate}, {A::indices}, 5);
 

@@ -144,6 +144,33 @@ TEST_CASE("operator: rows of 3072 columns and more, heads of more than 256") {
       }
 }
 
+// Large calls may be stored past the CPU's caches, where everything is aligned.
+TEST_CASE("operator: calls of several megabytes") {
+  std::uint64_t seed = 850000;
+  for (Pair pair : kPairs)
+    for (std::int64_t dim : {64, 128, 160})
+      for (int kind = 0; kind < 3; ++kind) {
+        Case c;
+        c.x = pair.x;
+        c.out = pair.out;
+        c.dim = dim;
+        c.batch = 5;
+        c.sequence = 59;
+        c.heads_q = 2000 / dim;
+        c.heads_kv = 2;
+        c.page_rows = 16;
+        c.kv_output = kind > 0;
+        c.padding = kind == 1;
+        c.misalign = kind == 2 ? 32 : 0;
+        c.bias = pair.out;
+        c.cache_layout = kind == 0 ? CacheLayout::rows_interleaved : kind == 1 ? CacheLayout::head_major : CacheLayout::contiguous;
+        c.output_layout = kind == 0 ? OutputLayout::fused : OutputLayout::dense;
+        c.seed = seed++;
+        const std::string mismatch = compare(c);
+        if (!mismatch.empty()) FAIL(mismatch);
+      }
+}
+
 TEST_CASE("operator: every misalignment of every operand") {
   for (Pair pair : kPairs)
     for (int misalign = 0; misalign < 64; ++misalign) {

@@ -97,7 +97,7 @@ class Significands {
       expected[i] = oracle::quantize(oracle::from_bits(value), oracle::from_bits(scale), 0.0f);
     }
     REQUIRE(execute(a_, options_).code == Code::ok);
-    const char* const row = element(a_[Argument::v_cache]);
+    const auto* const row = reinterpret_cast<const std::int8_t*>(element(a_[Argument::v_cache]));
     std::int64_t differing = 0;
     for (std::uint32_t i = 0; i < kColumns; ++i)
       if (row[i] != expected[i] && differing++ == 0)

@@ -1,6 +1,7 @@
 // The 16-lane block as four q registers (AArch64 baseline, little endian). Knows no operator. Included inside an anonymous
 // namespace.
 
+constexpr bool kTwoBlocks = false;  // two blocks would share no instruction of quantise()
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long; as on AVX2, a block is 1/8 of the registers
 struct F {
   float32x4_t v[4];
@@ -104,17 +105,7 @@ inline int8x16_t quantise(F, F scaled) {
   const int16x8_t hi = vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(scaled.v[2])), vcvtnq_s32_f32(scaled.v[3]));
   return vqmovn_high_s16(vqmovn_s16(lo), hi);
 }
-struct TwoBlocks {
-  int8x16_t first, second;
-};
-inline TwoBlocks quantise(F value0, F scaled0, F value1, F scaled1) {
-  return {quantise(value0, scaled0), quantise(value1, scaled1)};
-}
 inline void store(Int8, char* p, int8x16_t a) { store_128(p, vreinterpretq_u8_s8(a)); }
-inline void store(Int8, char* p, TwoBlocks a) {
-  store(Int8{}, p, a.first);
-  store(Int8{}, p + kLanes, a.second);
-}
 
 // Streaming is a hint. STNP, which takes it, has no intrinsic.
 template <class T, class Value>

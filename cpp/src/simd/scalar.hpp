@@ -1,6 +1,7 @@
 // The 16-lane block in plain C++: what a CPU without a vector target runs, and what the vector targets are compared with.
 // Knows no operator. Included inside an anonymous namespace.
 
+constexpr bool kTwoBlocks = false;
 constexpr int kBlock = 1;  // tokens that share the column vectors where rows are long: nothing stays in registers here
 struct F {
   float lane[kLanes];
@@ -100,14 +101,6 @@ inline Bytes quantise(F value, F scaled) {
   return bytes;
 }
 inline void store(Int8, char* p, Bytes bytes) { __builtin_memcpy(p, bytes.lane, sizeof(bytes.lane)); }
-struct TwoBytes {
-  Bytes first, second;
-};
-inline TwoBytes quantise(F value0, F scaled0, F value1, F scaled1) { return {quantise(value0, scaled0), quantise(value1, scaled1)}; }
-inline void store(Int8, char* p, TwoBytes bytes) {
-  store(Int8{}, p, bytes.first);
-  store(Int8{}, p + kLanes, bytes.second);
-}
 // Streaming is a hint; the baseline has no use for it.
 template <class T, class Value>
 inline void stream(T type, char* p, Value value) {
