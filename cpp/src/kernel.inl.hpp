@@ -29,6 +29,7 @@ struct Column {
 template <class T, bool kTail>
 struct FloatSource {
   template <class Other> static constexpr bool kIs = is_same<T, Other>;
+  static constexpr int kTokens = 1;  // nothing that tokens could share
   struct Columns {};
   static inline Columns columns(const Part&, const Column&) { return {}; }
   static inline Pair load(const Columns&, const Token&, const char* x, const Column& c) {
@@ -39,6 +40,7 @@ struct FloatSource {
 template <bool kTail>
 struct FloatBiasSource {
   template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
+  static constexpr int kTokens = kBlock;
   struct Columns {
     Pair scale, bias;
   };
@@ -58,6 +60,7 @@ struct FloatBiasSource {
 template <bool kTail>
 struct IntBiasSource {
   template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
+  static constexpr int kTokens = kBlock;
   struct Columns {
     Pair scale;
     const char *bias_a, *bias_b;
@@ -210,9 +213,10 @@ inline void all_columns(const Part& part, const Token* tokens) {
 template <template <bool> class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend>
 std::int64_t kernel(const Part& p, const Token* tokens, std::int64_t count) {
   std::int64_t t = 0;
-  if (p.block_tokens)
-    for (; t + kBlock <= count; t += kBlock)
-      all_columns<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, kBlock>(p, tokens + t);
+  constexpr int kTokens = SourceT<false>::kTokens;
+  if (kTokens > 1 && p.block_tokens)
+    for (; t + kTokens <= count; t += kTokens)
+      all_columns<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, kTokens>(p, tokens + t);
   for (; t < count; ++t) all_columns<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, 1>(p, tokens + t);
   return kCacheIt ? count : 0;
 }
