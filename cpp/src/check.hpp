@@ -1,5 +1,7 @@
-// Checks that need more than one line, shared by make_plan and prepare.
+// Small things that make_plan, prepare and run share, and the checks of overlap.cpp.
 #pragma once
+
+#include <cstring>
 
 #include "kvquant/kvquant.hpp"
 
@@ -14,6 +16,24 @@ constexpr std::int64_t item_size(DType dtype) {
     case DType::int64: return 8;
     default: return 4;
   }
+}
+
+constexpr std::size_t kAlign = 64;  // of the workspace, and of what non-temporal stores write
+
+template <class... Values>
+bool all_aligned(Values... values) {
+  return ((static_cast<std::uintptr_t>(values) | ...) % kAlign) == 0;
+}
+
+inline std::int64_t columns_kv(const Plan& plan) { return plan.heads_kv * plan.dim; }
+inline std::int64_t columns_of(const Plan& plan) { return plan.streams[2].first_column + columns_kv(plan); }
+
+// Operands may have any alignment.
+template <class Word>
+Word read(const void* p, std::int64_t offset = 0) {
+  Word word;
+  std::memcpy(&word, static_cast<const char*>(p) + offset, sizeof(Word));
+  return word;
 }
 
 inline Status fault(Code code, Argument argument, std::int64_t got = 0, std::int64_t expected = 0, int axis = -1,

@@ -1,5 +1,5 @@
 // The one algorithm: source -> rotation -> sink over pairs of 16-lane blocks. Knows no ISA (simd/*.hpp does), no index,
-// no cache layout and no padding (operator.cpp has turned those into pointers).
+// no cache layout and no padding (prepare.cpp has turned those into pointers).
 //
 // Each target includes this file inside its own anonymous namespace after its simd header, with its own compiler flags: the
 // linker must never merge these functions with those of another target, so there is nothing here with external linkage.
@@ -10,7 +10,7 @@ inline F load_block(T type, const char* p, int n) {
   if constexpr (kTail) return load_n(type, p, n);
   else return load(type, p);
 }
-// stream_it: non-temporal, for data that no cache will hold anyway; operator.cpp grants it for aligned rows only.
+// stream_it: non-temporal, for data that no cache will hold anyway; prepare.cpp grants it for aligned rows only.
 template <class T, bool kTail, class Value>
 inline void store_block(T type, char* p, Value value, int n, bool stream_it) {
   if constexpr (kTail) store_n(type, p, value, n);

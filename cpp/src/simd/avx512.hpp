@@ -56,7 +56,7 @@ inline __m256i round_bfloat16(F a) {
 // True division by a scale whose reciprocal, rounded to nearest, is known: five operations at full rate, where vdivps takes
 // ten cycles. The first refinement brings the quotient within one unit in the last place, the second gives the correctly
 // rounded one (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990, theorem 8.2), as long as
-// no intermediate value leaves the normal range. operator.cpp gives reciprocals only for 2^-40 <= |scale| <= 2^20 and
+// no intermediate value leaves the normal range. prepare.cpp gives reciprocals only for 2^-40 <= |scale| <= 2^20 and
 // |offset| <= 2^20. With |value| limited to 2^60 nothing overflows, and a quotient that the limit changes stays beyond 2^40:
 // it saturates either way. A quotient so small that the residual underflows is far below 2^-30 and can't change rint().
 // A NaN becomes 2^60 here; quantise() looks at the value itself.

@@ -1,9 +1,8 @@
-// prepare and run. prepare reads every index, scale and offset once, checks it, and turns layouts, padding and duplicates
-// into one pointer per token and cache; run then only forms pointers and calls kernels. After prepare nothing can fail (I4).
+// prepare: reads every index, scale and offset once, checks it, and turns layouts, padding and duplicates into one pointer
+// per token and cache. After it nothing can fail (I4).
 #include <cstring>
 
 #include "check.hpp"
-#include "dispatch.hpp"
 #include "fp_state.hpp"
 
 namespace kvquant {
@@ -11,9 +10,6 @@ namespace detail {
 namespace {
 #include "simd/half.hpp"
 
-constexpr std::size_t kAlign = 64;
-// Measured on W1 and W3: from about this row length on, the columns no longer stay in L1 from token to token.
-constexpr std::int64_t kLongRow = 3072;
 // A reciprocal costs a division: from how many tokens on it is worth having.
 constexpr std::int64_t kReciprocalTokens = 4;
 // Non-temporal stores: for cache rows, which nobody reads back before attention does, from the first few tokens on; for
@@ -26,9 +22,6 @@ struct Layout {
   std::size_t per_channel, weight_scale, bias, k_rows, v_rows, slots, bytes;
   std::uint32_t slot_mask;  // slots - 1, a power of two of at least twice the tokens; 0: no table needed
 };
-
-std::int64_t columns_kv(const Plan& plan) { return plan.heads_kv * plan.dim; }
-std::int64_t columns_of(const Plan& plan) { return plan.streams[2].first_column + columns_kv(plan); }
 
 Layout layout_of(const Plan& plan, std::int64_t tokens) {
   Layout layout{};
@@ -53,13 +46,6 @@ Layout layout_of(const Plan& plan, std::int64_t tokens) {
   }
   layout.bytes = at;
   return layout;
-}
-
-template <class Word>
-Word read(const void* p, std::int64_t offset = 0) {
-  Word word;
-  std::memcpy(&word, static_cast<const char*>(p) + offset, sizeof(Word));
-  return word;
 }
 
 class Preparer {
@@ -276,11 +262,6 @@ Status Preparer::resolve_duplicates(std::int64_t tokens) {
   return {};
 }
 
-template <class... Values>
-bool all_aligned(Values... values) {
-  return ((static_cast<std::uintptr_t>(values) | ...) % kAlign) == 0;
-}
-
 // Where non-temporal stores win; they need whole, aligned cache lines.
 void Preparer::choose_stores() {
   const auto address = [&](Argument argument) { return reinterpret_cast<std::uintptr_t>(call_[argument]); };
@@ -331,73 +312,6 @@ Status Preparer::pack_channels(Argument argument, bool is_scale, float* out) con
   return fault(is_scale ? Code::scale : Code::offset, argument, bits_of(out[c]), 0, -1, single ? 0 : per_head ? c / dim : c);
 }
 
-// The tokens of one part in [first, last), handed to the kernels in groups: those with a cache row, and those without.
-std::int64_t run_part(const Plan& plan, const Prepared& prepared, int stream_index, std::int64_t first, std::int64_t last) {
-  constexpr std::int64_t kGroup = 16;
-  const Stream& stream = plan.streams[stream_index];
-  const Operands& views = plan.operands;
-  const Call& call = prepared.call;
-  const auto pointer = [&](Argument argument) { return static_cast<const char*>(call[argument]); };
-
-  Part part{};
-  part.heads = stream.heads;
-  part.dim = plan.dim;
-  part.x_head = stream.head;
-  part.out_head = stream.out_head;
-  const std::int64_t column = stream.first_column;
-  if (plan.integer_x) {
-    part.weight_scale = reinterpret_cast<const char*>(prepared.weight_scale + column);
-    part.bias = static_cast<const char*>(prepared.bias) + column * 4;
-    part.block_tokens = columns_of(plan) >= kLongRow;
-  }
-  std::int8_t* const* rows = nullptr;
-  if (stream_index > 0) {
-    const bool is_k = stream_index == 1;
-    const Channels& channels = is_k ? prepared.k_channels : prepared.v_channels;
-    part.scale = reinterpret_cast<const char*>(channels.scale);
-    part.offset = reinterpret_cast<const char*>(channels.offset);
-    part.reciprocal = reinterpret_cast<const char*>(channels.reciprocal);
-    part.row_head = views[is_k ? Argument::k_cache : Argument::v_cache].strides[2];
-    rows = is_k ? prepared.k_rows : prepared.v_rows;
-  }
-  const Argument output = stream_index == 0 ? Argument::q : stream_index == 1 ? Argument::k : Argument::v;
-  const char* const x = pointer(stream.argument);
-  const char* const activation_scale = plan.integer_x ? pointer(Argument::activation_scale) : nullptr;
-  const View &cos = views[Argument::cos], &sin = views[Argument::sin];
-  const std::int64_t cos_step = plan.three_d ? cos.strides[1] : 0, sin_step = plan.three_d ? sin.strides[1] : 0;
-  char* const out = static_cast<char*>(call[output]);
-
-  const std::int64_t item = item_size(views[Argument::cos].dtype);
-  part.stream_out = prepared.stream_out && all_aligned(reinterpret_cast<std::uintptr_t>(out), stream.out_batch,
-                                                       stream.out_sequence, stream.out_head, plan.dim / 2 * item);
-  part.stream_rows = prepared.stream_rows;
-
-  Token cached[kGroup], uncached[kGroup];
-  std::int64_t written = 0;
-  std::int64_t b = first / call.sequence, s = first % call.sequence;
-  for (std::int64_t t = first; t < last;) {
-    std::int64_t cached_count = 0, uncached_count = 0;
-    for (const std::int64_t end = t + kGroup < last ? t + kGroup : last; t < end; ++t) {
-      std::int8_t* const row = rows ? rows[t] : nullptr;
-      Token& token = row ? cached[cached_count++] : uncached[uncached_count++];
-      token.x = x + (stream.origin + b * stream.batch + s * stream.sequence);
-      token.cos = pointer(Argument::cos) + (b * cos.strides[0] + s * cos_step);
-      token.sin = pointer(Argument::sin) + (b * sin.strides[0] + s * sin_step);
-      token.out = out ? out + (b * stream.out_batch + s * stream.out_sequence) : nullptr;
-      token.row = row;
-      token.activation_scale =
-          activation_scale ? read<float>(activation_scale, t * views[Argument::activation_scale].strides[0]) : 1.0f;
-      if (++s == call.sequence) {
-        s = 0;
-        ++b;
-      }
-    }
-    if (cached_count) written += stream.cached(part, cached, cached_count);
-    if (uncached_count && stream.uncached) written += stream.uncached(part, uncached, uncached_count);
-  }
-  return written;
-}
-
 }  // namespace
 }  // namespace detail
 
@@ -431,17 +345,6 @@ Status prepare(const Plan& plan, const Call& call, void* workspace, std::size_t 
   preparer.choose_stores();
   prepared.tokens = tokens;
   return {};
-}
-
-void run(const Plan& plan, const Prepared& prepared, std::int64_t first, std::int64_t last) noexcept {
-  if (first < 0) first = 0;
-  if (last > prepared.tokens) last = prepared.tokens;
-  if (first >= last) return;
-  const detail::FpState state;
-  std::int64_t written = 0;
-  for (int i = 0; i < 3; ++i) written += detail::run_part(plan, prepared, i, first, last);
-  if (prepared.stream_out || prepared.stream_rows) detail::store_fence();
-  detail::count_rows(*plan.target, written);
 }
 
 }  // namespace kvquant

@@ -1,0 +1,105 @@
+// run: forms the pointers of each token and hands groups of tokens to the kernels. Checks nothing, can't fail.
+#include "check.hpp"
+#include "dispatch.hpp"
+#include "fp_state.hpp"
+
+namespace kvquant {
+namespace detail {
+namespace {
+
+// From about this row length on, the column vectors no longer stay in L1 from token to token.
+constexpr std::int64_t kLongRow = 3072;
+
+// One of Q, K, V of a prepared call: forms the tokens' pointers and hands them to the kernels.
+class PartRun {
+ public:
+  PartRun(const Plan& plan, const Prepared& prepared, int index);
+  // Tokens t = first, first + 1, ... of a group; (b, s) is the first one's place. Returns the cache rows written.
+  std::int64_t run(std::int64_t first, std::int64_t count, std::int64_t b, std::int64_t s) const;
+
+  // Tokens are taken in groups: large enough to hide a call, small enough that x stays in the caches between the parts.
+  static constexpr std::int64_t kGroup = 16;
+
+ private:
+  const Plan& plan_;
+  const Call& call_;
+  const Stream& stream_;
+  Part part_{};
+  std::int8_t* const* rows_ = nullptr;
+  char* out_;
+};
+
+PartRun::PartRun(const Plan& plan, const Prepared& prepared, int index)
+    : plan_(plan), call_(prepared.call), stream_(plan.streams[index]) {
+  part_.heads = stream_.heads;
+  part_.dim = plan.dim;
+  part_.x_head = stream_.head;
+  part_.out_head = stream_.out_head;
+  if (plan.integer_x) {
+    part_.weight_scale = reinterpret_cast<const char*>(prepared.weight_scale + stream_.first_column);
+    part_.bias = static_cast<const char*>(prepared.bias) + stream_.first_column * 4;
+    part_.block_tokens = columns_of(plan) >= kLongRow;
+  }
+  if (index > 0) {
+    const Channels& channels = index == 1 ? prepared.k_channels : prepared.v_channels;
+    part_.scale = reinterpret_cast<const char*>(channels.scale);
+    part_.offset = reinterpret_cast<const char*>(channels.offset);
+    part_.reciprocal = reinterpret_cast<const char*>(channels.reciprocal);
+    part_.row_head = plan.operands[index == 1 ? Argument::k_cache : Argument::v_cache].strides[2];
+    rows_ = index == 1 ? prepared.k_rows : prepared.v_rows;
+  }
+  out_ = static_cast<char*>(call_[index == 0 ? Argument::q : index == 1 ? Argument::k : Argument::v]);
+  part_.stream_rows = prepared.stream_rows;
+  part_.stream_out =
+      prepared.stream_out && all_aligned(reinterpret_cast<std::uintptr_t>(out_), stream_.out_batch, stream_.out_sequence,
+                                         stream_.out_head, plan.dim / 2 * item_size(plan.operands[Argument::cos].dtype));
+}
+
+std::int64_t PartRun::run(std::int64_t first, std::int64_t count, std::int64_t b, std::int64_t s) const {
+  const View &cos = plan_.operands[Argument::cos], &sin = plan_.operands[Argument::sin];
+  const std::int64_t cos_step = plan_.three_d ? cos.strides[1] : 0, sin_step = plan_.three_d ? sin.strides[1] : 0;
+  const std::int64_t activation_stride = plan_.operands[Argument::activation_scale].strides[0];
+  const void* const activation_scale = plan_.integer_x ? call_[Argument::activation_scale] : nullptr;
+  const auto at = [&](Argument argument, std::int64_t offset) { return static_cast<const char*>(call_[argument]) + offset; };
+  Token cached[kGroup], uncached[kGroup];  // with a cache row, and without
+  std::int64_t cached_count = 0, uncached_count = 0;
+  for (std::int64_t t = first; t < first + count; ++t) {
+    std::int8_t* const row = rows_ ? rows_[t] : nullptr;
+    Token& token = row ? cached[cached_count++] : uncached[uncached_count++];
+    token.x = at(stream_.argument, stream_.origin + b * stream_.batch + s * stream_.sequence);
+    token.cos = at(Argument::cos, b * cos.strides[0] + s * cos_step);
+    token.sin = at(Argument::sin, b * sin.strides[0] + s * sin_step);
+    token.out = out_ ? out_ + (b * stream_.out_batch + s * stream_.out_sequence) : nullptr;
+    token.row = row;
+    token.activation_scale = activation_scale ? read<float>(activation_scale, t * activation_stride) : 1.0f;
+    if (++s == call_.sequence) {
+      s = 0;
+      ++b;
+    }
+  }
+  std::int64_t written = 0;
+  if (cached_count) written += stream_.cached(part_, cached, cached_count);
+  if (uncached_count && stream_.uncached) written += stream_.uncached(part_, uncached, uncached_count);
+  return written;
+}
+
+}  // namespace
+}  // namespace detail
+
+void run(const Plan& plan, const Prepared& prepared, std::int64_t first, std::int64_t last) noexcept {
+  if (first < 0) first = 0;
+  if (last > prepared.tokens) last = prepared.tokens;
+  if (first >= last) return;
+  const detail::FpState state;
+  const detail::PartRun parts[3] = {{plan, prepared, 0}, {plan, prepared, 1}, {plan, prepared, 2}};
+  std::int64_t written = 0;
+  for (std::int64_t t = first; t < last; t += detail::PartRun::kGroup) {
+    const std::int64_t count = last - t < detail::PartRun::kGroup ? last - t : detail::PartRun::kGroup;
+    const std::int64_t b = t / prepared.call.sequence, s = t % prepared.call.sequence;
+    for (const detail::PartRun& part : parts) written += part.run(t, count, b, s);
+  }
+  if (prepared.stream_out || prepared.stream_rows) detail::store_fence();
+  detail::count_rows(*plan.target, written);
+}
+
+}  // namespace kvquant
