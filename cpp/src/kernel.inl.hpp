@@ -4,6 +4,14 @@
 // Each target includes this file inside its own anonymous namespace after its simd header, with its own compiler flags: the
 // linker must never merge these functions with those of another target, so there is nothing here with external linkage.
 
+// Loops over tokens and blocks must be unrolled, or what they index stays in memory; GCC does that at -O3 only, which
+// multiplies code elsewhere.
+#if defined(__clang__)
+#define KVQUANT_UNROLL _Pragma("unroll")
+#else
+#define KVQUANT_UNROLL _Pragma("GCC unroll 4")
+#endif
+
 // The first `kLanes` or, in the last block of a half head, the first n elements.
 template <class T, bool kTail>
 inline F load_block(T type, const char* p, int n) {
@@ -106,13 +114,14 @@ struct Rotation {
 template <class OutT>
 inline void widen_rotation(Rotation& rotation, const Token& token, std::int64_t begin, std::int64_t end, std::int64_t half) {
   const char* const sources[4] = {token.cos, token.cos + half * kSize<OutT>, token.sin, token.sin + half * kSize<OutT>};
-  for (int i = 0; i < 4; ++i)
-    for (std::int64_t j = begin; j < end; j += kLanes) {
-      const char* const p = sources[i] + j * kSize<OutT>;
-      char* const to = rotation.values[i] + (j - begin) * 4;
-      if (end - j >= kLanes) store_raw(to, load(OutT{}, p));
-      else store_raw(to, load_n(OutT{}, p, static_cast<int>(end - j)));
-    }
+  std::int64_t j = begin;
+  for (; j + kLanes <= end; j += kLanes) {
+    KVQUANT_UNROLL
+    for (int i = 0; i < 4; ++i) store_raw(rotation.values[i] + (j - begin) * 4, load(OutT{}, sources[i] + j * kSize<OutT>));
+  }
+  if (j < end)
+    for (int i = 0; i < 4; ++i)
+      store_raw(rotation.values[i] + (j - begin) * 4, load_n(OutT{}, sources[i] + j * kSize<OutT>, static_cast<int>(end - j)));
 }
 
 // What quantising needs of one block of columns.
@@ -131,6 +140,7 @@ __attribute__((always_inline)) inline void tile(const Part& p, const Token* toke
   Column c[kBlocks];
   typename SourceT::Columns columns[kBlocks];
   Channels channels[kBlocks];
+  KVQUANT_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
     const std::int64_t at = j + i * kLanes;
     c[i] = {first + at, first + at + half, at, at + half, n};
@@ -145,8 +155,10 @@ __attribute__((always_inline)) inline void tile(const Part& p, const Token* toke
       if (p.reciprocal) channels[i].reciprocal = load_pair(p.reciprocal);
     }
   }
+  KVQUANT_UNROLL
   for (int t = 0; t < N; ++t) {
     Pair value[kBlocks], scaled[kBlocks];
+    KVQUANT_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       value[i] = SourceT::load(columns[i], tokens[t], tokens[t].x, c[i]);
       if constexpr (kRotate) {
@@ -179,45 +191,47 @@ __attribute__((always_inline)) inline void tile(const Part& p, const Token* toke
   }
 }
 
+// Tokens t, t + N, ... of a part. The copy of Part is one that no store can alias.
 template <template <bool> class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend, int N>
-inline void all_columns(const Part& part, const Token* tokens) {
-  const Part p = part;  // a copy that no store can alias
-  const std::int64_t half = p.dim / 2;
+inline std::int64_t all_tokens(const Part p, const Token* tokens, std::int64_t t, std::int64_t count) {
+  const std::int64_t half = p.dim / 2, columns = p.heads * p.dim;
   Rotation rotations[kRotate ? N : 1];
-  for (std::int64_t begin = 0; begin < half; begin += kChunk) {
-    const std::int64_t end = begin + kChunk < half ? begin + kChunk : half, whole = end - (end - begin) % kLanes;
-    Token at[N];
-    for (int t = 0; t < N; ++t) {
-      at[t] = tokens[t];
-      if constexpr (kRotate) widen_rotation<OutT>(rotations[t], at[t], begin, end, half);
-    }
-    for (std::int64_t first = 0; first < p.heads * p.dim; first += p.dim) {
-      std::int64_t j = begin;
-      if constexpr (N == 1 && kTwoBlocks)
-        for (; j + 2 * kLanes <= whole; j += 2 * kLanes)
-          tile<SourceT<false>, OutT, kRotate, kCacheIt, kOutIt, kAscend, false, N, 2>(p, at, rotations, first, j, j - begin, kLanes);
-      for (; j < whole; j += kLanes)
-        tile<SourceT<false>, OutT, kRotate, kCacheIt, kOutIt, kAscend, false, N, 1>(p, at, rotations, first, j, j - begin, kLanes);
-      for (int t = 0; t < N; ++t) {
-        if (whole < end)
-          tile<SourceT<true>, OutT, kRotate, kCacheIt, kOutIt, kAscend, true, 1, 1>(
-              p, at + t, rotations + (kRotate ? t : 0), first, whole, whole - begin, static_cast<int>(end - whole));
-        at[t].x += p.x_head;
-        if constexpr (kOutIt) at[t].out += p.out_head;
-        if constexpr (kCacheIt) at[t].row += p.row_head;
+  for (; t + N <= count; t += N)
+    for (std::int64_t begin = 0; begin < half; begin += kChunk) {
+      const std::int64_t end = begin + kChunk < half ? begin + kChunk : half, whole = end - (end - begin) % kLanes;
+      Token at[N];
+      KVQUANT_UNROLL
+      for (int i = 0; i < N; ++i) {
+        at[i] = tokens[t + i];
+        if constexpr (kRotate) widen_rotation<OutT>(rotations[i], at[i], begin, end, half);
+      }
+      for (std::int64_t first = 0; first < columns; first += p.dim) {
+        std::int64_t j = begin;
+        if constexpr (N == 1 && kTwoBlocks)
+          for (; j + 2 * kLanes <= whole; j += 2 * kLanes)
+            tile<SourceT<false>, OutT, kRotate, kCacheIt, kOutIt, kAscend, false, N, 2>(p, at, rotations, first, j, j - begin, kLanes);
+        for (; j < whole; j += kLanes)
+          tile<SourceT<false>, OutT, kRotate, kCacheIt, kOutIt, kAscend, false, N, 1>(p, at, rotations, first, j, j - begin, kLanes);
+        KVQUANT_UNROLL
+        for (int i = 0; i < N; ++i) {
+          if (whole < end)
+            tile<SourceT<true>, OutT, kRotate, kCacheIt, kOutIt, kAscend, true, 1, 1>(
+                p, at + i, rotations + (kRotate ? i : 0), first, whole, whole - begin, static_cast<int>(end - whole));
+          at[i].x += p.x_head;
+          if constexpr (kOutIt) at[i].out += p.out_head;
+          if constexpr (kCacheIt) at[i].row += p.row_head;
+        }
       }
     }
-  }
+  return t;
 }
 
 template <template <bool> class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend>
 std::int64_t kernel(const Part& p, const Token* tokens, std::int64_t count) {
-  std::int64_t t = 0;
   constexpr int kTokens = SourceT<false>::kTokens;
-  if (kTokens > 1 && p.block_tokens)
-    for (; t + kTokens <= count; t += kTokens)
-      all_columns<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, kTokens>(p, tokens + t);
-  for (; t < count; ++t) all_columns<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, 1>(p, tokens + t);
+  std::int64_t t = 0;
+  if (kTokens > 1 && p.block_tokens) t = all_tokens<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, kTokens>(p, tokens, t, count);
+  all_tokens<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, 1>(p, tokens, t, count);
   return kCacheIt ? count : 0;
 }
 

@@ -82,7 +82,6 @@ struct Small {
   }
 };
 
-constexpr std::int64_t kOne[3] = {0x3C00, 0x3F80, 0x3F800000};
 constexpr DType kOutputs[3] = {DType::float16, DType::bfloat16, DType::float32};
 
 }  // namespace

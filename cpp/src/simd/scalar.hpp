@@ -45,7 +45,7 @@ inline F div(F a, F b) {
 // For exact products only; separate rounding gives the bits that a fused operation gives there.
 inline F multiply_add(F a, F b, F c) { return add(mul(a, b), c); }
 inline F multiply_subtract(F a, F b, F c) { return sub(mul(a, b), c); }
-// The vector targets multiply by the reciprocal here, refined to the same bits.
+// Where division is slow, a target multiplies by the reciprocal here, refined to the same bits.
 inline F divide(F value, F scale, F) { return div(value, scale); }
 inline F round_float16(F a) {
   return each([&](int i) { return float_of(widen_float16(narrow_float16(bits_of(a.lane[i])))); });
