@@ -11,6 +11,9 @@ namespace {
 constexpr std::int64_t set_of(DType dtype) { return std::int64_t{1} << static_cast<int>(dtype); }
 constexpr std::int64_t kFloats = set_of(DType::float16) | set_of(DType::bfloat16) | set_of(DType::float32);
 
+// So that sums and byte counts of columns can't overflow.
+constexpr std::int64_t kMostColumns = std::int64_t{1} << 40;
+
 // A vector may be strided; every other operand has unit stride on its last axis (I5).
 enum class Layout { vector, unit_stride };
 
@@ -91,7 +94,7 @@ Status Planner::check_caches() {
   if (plan_.heads_kv == 0) return fault(Code::heads, Argument::k_cache, 0);
   if (plan_.dim == 0 || plan_.dim % 2) return fault(Code::head_dim, Argument::k_cache, plan_.dim);
   std::int64_t columns = 0;
-  if (__builtin_mul_overflow(plan_.heads_kv, plan_.dim, &columns) || columns > (std::int64_t{1} << 40))
+  if (__builtin_mul_overflow(plan_.heads_kv, plan_.dim, &columns) || columns > kMostColumns)
     return fault(Code::too_large, Argument::k_cache);
   return {};
 }
@@ -120,7 +123,7 @@ Status Planner::check_source() {
     const std::int64_t* splits = plan_.operands.size_splits;
     for (int i = 1; i < 3; ++i)
       if (splits[i] != columns_kv) return fault(Code::shape, Argument::size_splits, splits[i], columns_kv, -1, i);
-    if (splits[0] < 0 || splits[0] > (std::int64_t{1} << 40)) return fault(Code::shape, Argument::size_splits, splits[0], 0, -1, 0);
+    if (splits[0] < 0 || splits[0] > kMostColumns) return fault(Code::shape, Argument::size_splits, splits[0], 0, -1, 0);
     if (splits[0] % plan_.dim)
       return fault(Code::shape, Argument::size_splits, splits[0], splits[0] / plan_.dim * plan_.dim, -1, 0);
     plan_.heads_q = splits[0] / plan_.dim;
@@ -129,7 +132,10 @@ Status Planner::check_source() {
                                  : check_shape(leading, first, Layout::unit_stride, 2, -1, columns))
       return s;
   } else {
-    plan_.heads_q = first.shape[flat - 1 + (plan_.three_d ? 0 : -1)];
+    plan_.heads_q = first.shape[plan_.three_d ? 2 : 1];
+    std::int64_t columns_q = 0;
+    if (__builtin_mul_overflow(plan_.heads_q, plan_.dim, &columns_q) || columns_q > kMostColumns)
+      return fault(Code::too_large, leading);
     for (int i = 0; i < 3; ++i) {
       if (Status s = check_dtype(arguments[i], at(arguments[i]), set_of(first.dtype))) return s;
       if (Status s = check_tokens(arguments[i], i == 0 ? plan_.heads_q : plan_.heads_kv, plan_.dim)) return s;
@@ -239,7 +245,7 @@ bool is_contiguous(const View& view) {
   for (int i = view.ndim - 1; i >= 0; --i) {
     if (view.shape[i] == 0) return true;
     if (view.shape[i] > 1 && view.strides[i] != expected) return false;
-    expected *= view.shape[i];
+    if (__builtin_mul_overflow(expected, view.shape[i], &expected)) return false;
   }
   return true;
 }

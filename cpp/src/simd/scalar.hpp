@@ -88,13 +88,14 @@ inline void store_raw(char* p, F a) { __builtin_memcpy(p, a.lane, sizeof(a.lane)
 struct Bytes {
   std::int8_t lane[kLanes];
 };
-// C6: clamp, rint, NaN to 0. Adding and subtracting 1.5 * 2^23 rounds to an integer, ties to even, for |v| < 2^22; clamping
-// first gives the same as clamping last because the limits are integers.
-inline Bytes quantise(F value, F scaled) {
+// C6: clamp, rint, NaN to 0 (scaled is NaN where the value is, and in unused lanes, whose scale is 0). Adding and subtracting
+// 1.5 * 2^23 rounds to an integer, ties to even, for |v| < 2^22; clamping first gives the same as clamping last because the
+// limits are integers.
+inline Bytes quantise(F, F scaled) {
   Bytes bytes;
   for (int i = 0; i < kLanes; ++i) {
     const float v = scaled.lane[i];
-    const float clamped = value.lane[i] != value.lane[i] ? 0.0f : v > 127.0f ? 127.0f : v < -128.0f ? -128.0f : v;
+    const float clamped = v != v ? 0.0f : v > 127.0f ? 127.0f : v < -128.0f ? -128.0f : v;
     const float whole = (clamped + 12582912.0f) - 12582912.0f;
     bytes.lane[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(whole));
   }
