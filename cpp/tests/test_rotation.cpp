@@ -68,22 +68,26 @@ std::string rotate(DType dtype, Numerics numerics, std::int64_t dim, std::uint64
       const int power = product_power(dtype == DType::float16, random);
       const int limit = (1 << (f.exponent_bits - 1)) - 1;
       const auto split = [&](int p) { return std::clamp(p / 2 + static_cast<int>(random.below(2 * limit)) - limit, -limit, limit); };
-      const int power_x = split(power), other = random.chance(60) ? power : product_power(dtype == DType::float16, random);
+      // Which half of the head meets the extremes: the first (2: both), or the second alone, with ordinary x.
+      const std::int64_t where = random.below(3);
+      const int power_x = where == 1 ? 0 : split(power), other = random.chance(60) ? power : product_power(dtype == DType::float16, random);
       const std::uint64_t x1 = number(f, power_x, random), cos = number(f, power - power_x, random);
-      std::uint64_t x2 = number(f, split(other), random), sin = number(f, other - power_x, random);
+      std::uint64_t x2 = number(f, where == 1 ? 0 : split(other), random), sin = number(f, other - power_x, random);
       if (random.chance(40)) {  // nearly or exactly equal products
         x2 = x1 ^ (random.chance(50) ? 1u : 0u);
         sin = cos ^ (random.chance(30) ? 1u : 0u);
-      } else if (random.chance(30)) {
+      } else if (where != 1 && random.chance(30)) {
         x2 = cos;
         sin = x1;
       }
       const std::int64_t column = head * dim + j;
       put_bits(element(a[Argument::x], b, s, column), dtype, x1);
       put_bits(element(a[Argument::x], b, s, column + dim / 2), dtype, x2);
-      put_bits(element(a[Argument::cos], b, s, 0, j), dtype, cos);
-      put_bits(element(a[Argument::sin], b, s, 0, j), dtype, sin);
-      if (random.chance(30)) {
+      if (where != 1) {
+        put_bits(element(a[Argument::cos], b, s, 0, j), dtype, cos);
+        put_bits(element(a[Argument::sin], b, s, 0, j), dtype, sin);
+      }
+      if (where != 0) {
         put_bits(element(a[Argument::cos], b, s, 0, j + dim / 2), dtype, sin);
         put_bits(element(a[Argument::sin], b, s, 0, j + dim / 2), dtype, cos);
       }
