@@ -1,4 +1,5 @@
 # cython: language_level=3, binding=True, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# cython: freethreading_compatible=True
 # distutils: language = c++
 """Arrays to operand views, a Status to an exception: nothing else happens here (no arithmetic, no loop over data).
 
@@ -6,11 +7,15 @@ Arrays are read through NumPy's C API: one typed memoryview argument would cost 
 """
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
+from libcpp.atomic cimport atomic, memory_order_relaxed
+cimport cython
 from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 cimport numpy as cnp
+
+import os
 
 import numpy as np
 
@@ -93,6 +98,14 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
     uint64_t target_rows(int) noexcept
     Status active_target(int&) noexcept
 
+cdef extern from "pool.hpp" namespace "kvquant::pool" nogil:
+    int thread_limit() noexcept
+    int choose_threads(int, int64_t, int64_t) noexcept
+    void run_parallel(const CorePlan&, const Prepared&, int) noexcept
+    int worker_count() noexcept
+    void refuse_starts(bint) noexcept
+    void hold_locks(int) noexcept
+
 
 cdef extern from *:
     """
@@ -112,8 +125,8 @@ cdef extern from *:
 
 # ---- from arrays to views -------------------------------------------------------------------------------------------
 
-cdef DType[32] dtype_of_number  # NumPy's built-in type numbers
-cdef int bfloat16_number = -1   # ml_dtypes registers bfloat16 under a number of its own, once a process
+cdef DType[32] dtype_of_number  # NumPy's built-in type numbers; written at import, before any call
+cdef atomic[int] bfloat16_number  # ml_dtypes registers bfloat16 under a number of its own, once a process; 0: not met yet
 
 
 def _fill_dtypes():
@@ -135,13 +148,12 @@ _fill_dtypes()
 
 
 cdef DType user_dtype(cnp.ndarray array) except *:
-    global bfloat16_number
     cdef int number = cnp.PyArray_TYPE(array)
-    if number == bfloat16_number:
+    if number == bfloat16_number.load(memory_order_relaxed):
         return DType.bfloat16
     scalar = array.dtype.type
     if number >= 256 and scalar.__name__ == "bfloat16" and scalar.__module__.split(".")[0] == "ml_dtypes":
-        bfloat16_number = number
+        bfloat16_number.store(number, memory_order_relaxed)
         return DType.bfloat16
     return DType.other
 
@@ -212,6 +224,7 @@ cdef int set_optional(Request* r, Argument argument, given) except -1:
     return 0 if given is None else set_array(r, argument, given)
 
 
+@cython.boundscheck(True)  # another thread may shorten a list
 cdef int set_splits(Request* r, size_splits) except -1:
     cdef int i
     cdef long long columns
@@ -247,7 +260,13 @@ cdef int set_columns(Request* r, weight_scale, activation_scale, bias) except -1
     return 0
 
 
+cdef object frozen(out):
+    """`out` as a tuple, which no other thread can change: a request only borrows its arrays. Anything else as it is."""
+    return out if type(out) is tuple or not isinstance(out, (list, tuple)) else tuple(out)
+
+
 cdef int set_out(Request* r, out) except -1:
+    # `out` has been through frozen() and outlives the request.
     if out is None:
         return 0
     if not isinstance(out, (tuple, list)):
@@ -267,6 +286,9 @@ cdef int set_threads(Request* r, num_threads) except -1:
         raise ValueError(f"num_threads: expected None or an integer of at least 1, got {num_threads!r}")
     else:
         r.threads = num_threads if num_threads < 1 << 20 else 1 << 20
+    if r.threads != 1 and thread_limit() == 0:
+        raise ValueError("KVQUANT_NUM_THREADS: expected an integer of at least 1, got "
+                         f"{os.environ.get('KVQUANT_NUM_THREADS')!r}")
     return 0
 
 
@@ -373,7 +395,8 @@ cdef object execute(Request* r):
     cdef void* workspace = <void*>stack.bytes
     cdef size_t bytes
     cdef Status status
-    cdef int64_t tokens = plan.batch * plan.sequence
+    cdef int64_t tokens = plan.batch * plan.sequence, elements = tokens * (plan.heads_q + 2 * plan.heads_kv) * plan.dim
+    cdef int threads = choose_threads(r.threads, tokens, elements)
     cdef int i
     q = output(r, &call, Argument.q)
     k = output(r, &call, Argument.k)
@@ -389,10 +412,10 @@ cdef object execute(Request* r):
         if workspace == NULL:
             raise MemoryError(f"kvquant: no memory for a workspace of {bytes} bytes")
     # Other threads may run meanwhile where that is worth the switch; the caller's references keep every array alive.
-    if tokens * (plan.heads_q + 2 * plan.heads_kv) * plan.dim > 65536:
+    if threads > 1 or elements > 65536:
         with nogil:
             status = prepare(plan[0], call, workspace, bytes, prepared)
-            run(plan[0], prepared, 0, prepared.tokens)
+            run_parallel(plan[0], prepared, threads)
     else:
         status = prepare(plan[0], call, workspace, bytes, prepared)
         run(plan[0], prepared, 0, prepared.tokens)
@@ -444,6 +467,8 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
     out : None or (q, k, v)
         Arrays to write to; None for those to allocate, and for k and v without kv_output.
     num_threads : None or int >= 1
+        Threads to share the call, this one included. None: as many as it feeds, within the CPU affinity of the calling
+        thread. KVQUANT_NUM_THREADS caps both. The bytes are the same for every number; see docs/threads.md.
     isa : None or str
         The target for this call; see kvquant.isa.available(). None: KVQUANT_ISA, else the best.
 
@@ -463,6 +488,7 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
         No memory for the results or the workspace; nothing was written.
     """
     cdef Request r
+    out = frozen(out)
     fill_request(&r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale,
                  activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
                  allow_duplicates, vendor_limits, out, num_threads, isa)
@@ -484,6 +510,7 @@ cdef class Plan:
         """
         cdef Request r
         given = self.given
+        out = given[13] if out is None else frozen(out)
         r.plan.operands.size_splits = self.bound.plan.operands.size_splits
         r.plan.options = self.bound.plan.options
         set_array(&r, Argument.x, given[0] if x is None else x)
@@ -498,7 +525,7 @@ cdef class Plan:
         set_optional(&r, Argument.offset_v, given[9] if offset_v is None else offset_v)
         set_columns(&r, given[10] if weight_scale is None else weight_scale,
                     given[11] if activation_scale is None else activation_scale, given[12] if bias is None else bias)
-        set_out(&r, given[13] if out is None else out)
+        set_out(&r, out)
         if num_threads is None:
             r.threads = self.bound.threads
         else:
@@ -529,11 +556,12 @@ def plan(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, 
     Reads no values and writes nothing; errors in shapes, dtypes, strides and options are raised here.
     """
     cdef Plan result = Plan.__new__(Plan)
+    out = frozen(out)
     fill_request(&result.bound, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
                  weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
                  allow_duplicates, vendor_limits, out, num_threads, isa)
     result.given = (x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v, weight_scale,
-                    activation_scale, bias, None if out is None else tuple(out), isa)
+                    activation_scale, bias, out, isa)
     check_plan(&result.bound)
     return result
 
@@ -559,6 +587,24 @@ def active():
 def rows_written():
     """Cache rows (K and V counted apart) that each target's kernels have written in this process: name to count."""
     return {target_name(i).decode(): target_rows(i) for i in range(target_count())}
+
+
+# ---- for the tests of the thread pool ------------------------------------------------------------------------------
+
+def pool_workers():
+    """Threads that the pool has started in this process."""
+    return worker_count()
+
+
+def pool_refuse_starts(bint refuse):
+    """With True, behave as if the system refused to start a thread."""
+    refuse_starts(refuse)
+
+
+def pool_hold_locks(int milliseconds):
+    """Hold every lock of the pool for this long."""
+    with nogil:
+        hold_locks(milliseconds)
 
 
 compiler = KVQUANT_COMPILER.decode()

@@ -1,12 +1,15 @@
 """Fixtures of the Python tests, and the record of what really ran: clause x ISA x (x type, output type)."""
 
 from collections import Counter
+from pathlib import Path
 
 import kvquant
 import pytest
 from cases import PAIRS
 
 CLAUSES = [f"C{n}" for n in range(1, 9)] + [f"I{n}" for n in range(1, 10)]
+# The tests that may be skipped, one a line, each with its reason after a space.
+MAY_SKIP = [line.split(maxsplit=1)[0] for line in Path(__file__).with_name("skips.txt").read_text().splitlines() if line]
 CELLS = Counter()  # (clause, isa, pair) -> how many tests compared compiled calls
 
 
@@ -23,6 +26,15 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(items):
     """The check for empty cells has to see all the others."""
     items.sort(key=lambda item: item.name.startswith("test_matrix"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A skip that is not on the list is a failure."""
+    report = yield
+    if report.skipped and item.nodeid.removeprefix("tests/") not in MAY_SKIP:
+        report.outcome, report.longrepr = "failed", f"skipped, but not on the list tests/skips.txt: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(scope="session")
