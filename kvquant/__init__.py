@@ -1,7 +1,6 @@
 """kvquant: dequantise, rotary embedding, int8 quantisation and KV-cache scatter in one pass on the CPU."""
 from importlib.metadata import PackageNotFoundError as _NotFound
 from importlib.metadata import distribution as _distribution
-from pathlib import Path as _Path
 
 try:
     _installed = _distribution("kvquant-kernels")
