@@ -9,10 +9,14 @@ from kvquant import _core
 
 
 def report() -> str:
+    try:
+        active = kvquant.isa.active()
+    except (RuntimeError, ValueError) as error:  # KVQUANT_ISA names none, or one that can't run here
+        active = f"none ({error})"
     lines = [f"kvquant {kvquant.__version__} (compiled by {_core.compiler})",
              f"Python {platform.python_version()}, NumPy {np.__version__}, {platform.machine()}",
-             f"ISA in use: {kvquant.isa.active()}"]
-    lines += [f"  also available: {name}" for name in kvquant.isa.available() if name != kvquant.isa.active()]
+             f"ISA in use: {active}"]
+    lines += [f"  available: {name}" for name in kvquant.isa.available() if name != active]
     lines += [f"  not here: {name} (this machine lacks {reason})" for name, reason in kvquant.isa.missing().items()]
     return "\n".join(lines)
 

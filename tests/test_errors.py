@@ -531,3 +531,31 @@ def test_matrix_and_shared_reads_are_arrays(implementation):
     assert q.shape == (2, 2, 16) and type(q) is np.ndarray
     assert q[:, :, :8].astype(float).max() == 0 and (q[:, :, 8:] == 6).all()
     assert k_cache[0, 0, 0].tolist() == [1] * 8 + [7] * 8 and (v_cache == 4).all()
+
+
+def test_vendor_limits_take_empty_outputs():
+    """NumPy gives arrays of no elements strides of 0; they are contiguous all the same."""
+    scale = np.full((2, 64), 0.5, np.float32)
+    caches = [np.zeros((1, 4, 2, 64), np.int8) for _ in range(2)]
+    q = np.zeros((0, 2, 64), np.float16)
+    result = kvquant.dequant_rope_quant_kvcache(
+        np.zeros((0, 384), np.float16), *[np.zeros((0, 64), np.float16)] * 2, *caches, np.zeros(0, np.int32), scale, scale,
+        [128, 128, 128], out=(q, None, None), vendor_limits=True)
+    assert result[0] is q
+
+
+def test_out_of_a_subclass_is_read_once():
+    """A sequence that makes its items up on the way must not leave a borrowed array behind."""
+
+    class Fresh(list):
+        def __getitem__(self, index):
+            return np.zeros((2, 1, 16), np.float32) if index == 0 else None
+
+    scale = np.ones(16, np.float32)
+    rotation = [np.ones((2, 16), np.float32), np.zeros((2, 16), np.float32)]
+    caches = [np.zeros((2, 4, 1, 16), np.int8) for _ in range(2)]
+    for _ in range(20):
+        q, *_ = kvquant.dequant_rope_quant_kvcache(
+            np.ones((2, 48), np.float32), *rotation, *caches, np.zeros(2, np.int32), scale, scale, [16, 16, 16],
+            out=Fresh([None, None, None]))
+        assert (q == 1).all()

@@ -241,9 +241,10 @@ Status Planner::check_columns() {
 }
 
 bool is_contiguous(const View& view) {
+  for (int i = 0; i < view.ndim; ++i)
+    if (view.shape[i] == 0) return true;
   std::int64_t expected = item_size(view.dtype);
   for (int i = view.ndim - 1; i >= 0; --i) {
-    if (view.shape[i] == 0) return true;
     if (view.shape[i] > 1 && view.strides[i] != expected) return false;
     if (__builtin_mul_overflow(expected, view.shape[i], &expected)) return false;
   }
