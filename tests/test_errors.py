@@ -559,3 +559,12 @@ def test_out_of_a_subclass_is_read_once():
             np.ones((2, 48), np.float32), *rotation, *caches, np.zeros(2, np.int32), scale, scale, [16, 16, 16],
             out=Fresh([None, None, None]))
         assert (q == 1).all()
+
+
+@pytest.mark.parametrize("operator", [kvquant.dequant_rope_quant_kvcache, kvquant.reference.dequant_rope_quant_kvcache])
+def test_I7_overlap_is_not_looked_at_without_tokens(operator):
+    cache, scale = np.zeros((1, 4, 1, 16), np.int8), np.ones(16, np.float32)
+    rotation = np.zeros((0, 16), np.float32)
+    q, *_ = operator(np.zeros((0, 48), np.float32), rotation, rotation, cache, cache, np.zeros(0, np.int32), scale, scale,
+                     [16, 16, 16])
+    assert q.shape == (0, 1, 16)
