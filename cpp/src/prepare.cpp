@@ -13,7 +13,8 @@ namespace {
 // A reciprocal costs a division: from how many tokens on it is worth having.
 constexpr std::int64_t kReciprocalTokens = 4;
 // Non-temporal stores: for cache rows, which nobody reads back before attention does, from the first few tokens on; for
-// outputs where x and they exceed the second-level cache, so that they would be written back anyway.
+// outputs where x and they exceed the second-level cache, so that they would be written back anyway. Not where kernels block
+// tokens: four tokens write to eight lines in turn, which leave their buffers half filled (W3 6.7 -> 14.7 ms).
 constexpr std::int64_t kStreamRowBytes = 16384, kStreamOutBytes = std::int64_t{2} << 20;
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;
 
@@ -271,7 +272,7 @@ void Preparer::choose_stores() {
                      all_aligned(address(Argument::k_cache), address(Argument::v_cache), plan_.dim, k.strides[0], k.strides[1],
                                  k.strides[2], v.strides[0], v.strides[1], v.strides[2]);
   const std::int64_t item = item_size(plan_.operands[Argument::cos].dtype), x_item = plan_.integer_x ? 4 : item;
-  out_.stream_out = tokens_ * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
+  out_.stream_out = !blocks_tokens(plan_) && tokens_ * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
 }
 
 // The sign bit is set if the float32 of these bits is not finite or, with zero_is_bad = 1, if it is zero. Written without a

@@ -7,9 +7,6 @@ namespace kvquant {
 namespace detail {
 namespace {
 
-// From about this row length on, the column vectors no longer stay in L1 from token to token.
-constexpr std::int64_t kLongRow = 3072;
-
 // One of Q, K, V of a prepared call: forms the tokens' pointers and hands them to the kernels.
 class PartRun {
  public:
@@ -38,7 +35,7 @@ PartRun::PartRun(const Plan& plan, const Prepared& prepared, int index)
   if (plan.integer_x) {
     part_.weight_scale = reinterpret_cast<const char*>(prepared.weight_scale + stream_.first_column);
     part_.bias = static_cast<const char*>(prepared.bias) + stream_.first_column * 4;
-    part_.block_tokens = columns_of(plan) >= kLongRow;
+    part_.block_tokens = blocks_tokens(plan);
   }
   if (index > 0) {
     const Channels& channels = index == 1 ? prepared.k_channels : prepared.v_channels;
