@@ -5,7 +5,7 @@
 
 Arrays are read through NumPy's C API: one typed memoryview argument would cost more than the whole argument list does.
 """
-from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free
 from libcpp.atomic cimport atomic, memory_order_relaxed
 cimport cython
