@@ -52,27 +52,44 @@ PartRun::PartRun(const Plan& plan, const Prepared& prepared, int index)
                                          stream_.out_head, plan.dim / 2 * item_size(plan.operands[Argument::cos].dtype));
 }
 
+// The pointer of one operand, which moves on token by token.
+class Cursor {
+ public:
+  Cursor(const void* data, std::int64_t batch, std::int64_t sequence, std::int64_t length, std::int64_t b, std::int64_t s)
+      : at_(static_cast<const char*>(data) + b * batch + s * sequence),
+        within_(sequence),
+        next_(batch - (length - 1) * sequence) {}
+  const char* get() const { return at_; }
+  void advance(bool last) { at_ += last ? next_ : within_; }
+
+ private:
+  const char* at_;
+  std::int64_t within_, next_;  // bytes to the next token of the same sequence, from the last one to the next sequence
+};
+
 std::int64_t PartRun::run(std::int64_t first, std::int64_t count, std::int64_t b, std::int64_t s) const {
-  const View &cos = plan_.operands[Argument::cos], &sin = plan_.operands[Argument::sin];
-  const std::int64_t cos_step = plan_.three_d ? cos.strides[1] : 0, sin_step = plan_.three_d ? sin.strides[1] : 0;
+  const View &cos_view = plan_.operands[Argument::cos], &sin_view = plan_.operands[Argument::sin];
+  const std::int64_t length = call_.sequence;
+  const auto stride = [&](const View& view) { return plan_.three_d ? view.strides[1] : 0; };
+  Cursor x(static_cast<const char*>(call_[stream_.argument]) + stream_.origin, stream_.batch, stream_.sequence, length, b, s);
+  Cursor cos(call_[Argument::cos], cos_view.strides[0], stride(cos_view), length, b, s);
+  Cursor sin(call_[Argument::sin], sin_view.strides[0], stride(sin_view), length, b, s);
+  Cursor out(out_, out_ ? stream_.out_batch : 0, out_ ? stream_.out_sequence : 0, length, b, s);
   const std::int64_t activation_stride = plan_.operands[Argument::activation_scale].strides[0];
   const void* const activation_scale = plan_.integer_x ? call_[Argument::activation_scale] : nullptr;
-  const auto at = [&](Argument argument, std::int64_t offset) { return static_cast<const char*>(call_[argument]) + offset; };
   Token cached[kGroup], uncached[kGroup];  // with a cache row, and without
   std::int64_t cached_count = 0, uncached_count = 0;
   for (std::int64_t t = first; t < first + count; ++t) {
     std::int8_t* const row = rows_ ? rows_[t] : nullptr;
-    Token& token = row ? cached[cached_count++] : uncached[uncached_count++];
-    token.x = at(stream_.argument, stream_.origin + b * stream_.batch + s * stream_.sequence);
-    token.cos = at(Argument::cos, b * cos.strides[0] + s * cos_step);
-    token.sin = at(Argument::sin, b * sin.strides[0] + s * sin_step);
-    token.out = out_ ? out_ + (b * stream_.out_batch + s * stream_.out_sequence) : nullptr;
-    token.row = row;
-    token.activation_scale = activation_scale ? read<float>(activation_scale, t * activation_stride) : 1.0f;
-    if (++s == call_.sequence) {
-      s = 0;
-      ++b;
-    }
+    (row ? cached[cached_count++] : uncached[uncached_count++]) = {
+        x.get(), cos.get(), sin.get(), const_cast<char*>(out.get()), row,
+        activation_scale ? read<float>(activation_scale, t * activation_stride) : 1.0f};
+    const bool last = ++s == length;
+    if (last) s = 0;
+    x.advance(last);
+    cos.advance(last);
+    sin.advance(last);
+    out.advance(last);
   }
   std::int64_t written = 0;
   if (cached_count) written += stream_.cached(part_, cached, cached_count);
