@@ -12,7 +12,8 @@ namespace detail {
 // The raw answers of CPUID and XGETBV, apart from the code that asks, so that tests can describe any machine.
 struct CpuAnswers {
   std::uint32_t leaf1_ecx = 0, leaf7_ebx = 0, leaf7_1_eax = 0;
-  std::uint64_t xcr0 = 0;  // 0 if the OS has not enabled XGETBV
+  std::uint64_t xcr0 = 0;        // 0 if the OS has not enabled XGETBV
+  std::uint32_t leaf0_ecx = 0;  // the end of the vendor's name
 };
 CpuAnswers ask_cpu() noexcept;
 
@@ -30,6 +31,10 @@ const char* missing_feature(const Target& target, const CpuAnswers& cpu) noexcep
 
 // The target that `isa` names (null or empty: the active one). Errors: isa_unknown, isa_unavailable.
 Status find_target(const char* isa, const Target*& target) noexcept;
+
+// A division takes longer than the five multiplications that replace it (divide() in simd/avx512.hpp).
+bool divides_slowly(const CpuAnswers& cpu) noexcept;
+bool divides_slowly() noexcept;  // the CPU this runs on
 
 void count_rows(const Target& target, std::int64_t rows) noexcept;
 

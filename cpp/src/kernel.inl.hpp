@@ -26,66 +26,82 @@ inline void store_block(T type, char* p, Value value, int n, bool stream_it) {
   else store(type, p, value);
 }
 
-// Where a block of columns lies: byte offsets are these times the item size.
-struct Column {
-  std::int64_t a, b;  // in the part's packed per-column arrays
-  std::int64_t in_a, in_b;  // within one head
+template <class T>
+inline void store_blocks(T type, char* p, F first, F second, bool stream_it) {
+  if (stream_it) stream(type, p, first, second);
+  else store(type, p, first, second);
+}
+
+// Block i of the two halves of a head: columns 16 i and half + 16 i from where the pointers are. n: of the last block.
+struct Block {
+  std::int64_t a, b;
   int n;
 };
+template <class T, bool kTail>
+inline Pair load_pair(T type, const char* p, const Block& c) {
+  return {load_block<T, kTail>(type, p + c.a * kSize<T>, c.n), load_block<T, kTail>(type, p + c.b * kSize<T>, c.n)};
+}
 
-// Sources: columns(c) loads what all tokens share, load(...) gives the float32 pair (C2, C3).
+// Sources: columns(p, c) loads what all tokens share, load(...) gives the float32 pair (C2, C3).
 template <class T, bool kTail>
 struct FloatSource {
   template <class Other> static constexpr bool kIs = is_same<T, Other>;
-  static constexpr int kTokens = 1;  // nothing that tokens could share
+  using Type = T;
+  static constexpr bool kBlocked = false;  // nothing that tokens could share
+  static inline void prefetch(const char*, const Block&) {}
   struct Columns {};
-  static inline Columns columns(const Part&, const Column&) { return {}; }
-  static inline Pair load(const Columns&, const Token&, const char* x, const Column& c) {
-    return {load_block<T, kTail>(T{}, x + c.in_a * kSize<T>, c.n), load_block<T, kTail>(T{}, x + c.in_b * kSize<T>, c.n)};
-  }
+  static inline Columns columns(const Part&, const Block&) { return {}; }
+  static inline Pair load(const Columns&, const Token& t, const Block& c) { return load_pair<T, kTail>(T{}, t.x, c); }
 };
+
+// int32 x is the most of what a call reads, and one head after the other is more than the processor's own prefetchers keep up
+// with: rows from memory (W3) take half the time with it. Past the end of a row lie the next part and the next token.
+inline void prefetch_int32(const char* x, const Block& c) {
+  constexpr std::int64_t kAhead = 2560;
+  __builtin_prefetch(x + c.a * 4 + kAhead);
+  __builtin_prefetch(x + c.b * 4 + kAhead);
+}
 
 template <bool kTail>
 struct FloatBiasSource {
   template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
-  static constexpr int kTokens = kBlock;
+  using Type = Int32;
+  static constexpr bool kBlocked = true;
+  static inline void prefetch(const char* x, const Block& c) { prefetch_int32(x, c); }
   struct Columns {
     Pair scale, bias;
   };
-  static inline Columns columns(const Part& p, const Column& c) {
-    return {{load_block<Float32, kTail>(Float32{}, p.weight_scale + c.a * 4, c.n),
-             load_block<Float32, kTail>(Float32{}, p.weight_scale + c.b * 4, c.n)},
-            {load_block<Float32, kTail>(Float32{}, p.bias + c.a * 4, c.n),
-             load_block<Float32, kTail>(Float32{}, p.bias + c.b * 4, c.n)}};
+  static inline Columns columns(const Part& p, const Block& c) {
+    return {load_pair<Float32, kTail>(Float32{}, p.weight_scale, c), load_pair<Float32, kTail>(Float32{}, p.bias, c)};
   }
-  static inline Pair load(const Columns& k, const Token& t, const char* x, const Column& c) {
+  static inline Pair load(const Columns& k, const Token& t, const Block& c) {
     const F activation = broadcast(t.activation_scale);
-    return {add(mul(mul(load_block<Int32, kTail>(Int32{}, x + c.in_a * 4, c.n), k.scale.a), activation), k.bias.a),
-            add(mul(mul(load_block<Int32, kTail>(Int32{}, x + c.in_b * 4, c.n), k.scale.b), activation), k.bias.b)};
+    const Pair x = load_pair<Int32, kTail>(Int32{}, t.x, c);
+    return {add(mul(mul(x.a, k.scale.a), activation), k.bias.a), add(mul(mul(x.b, k.scale.b), activation), k.bias.b)};
   }
 };
 
 template <bool kTail>
 struct IntBiasSource {
   template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
-  static constexpr int kTokens = kBlock;
+  using Type = Int32;
+  static constexpr bool kBlocked = true;
+  static inline void prefetch(const char* x, const Block& c) { prefetch_int32(x, c); }
   struct Columns {
     Pair scale;
-    const char *bias_a, *bias_b;
+    const char* bias;
   };
-  static inline Columns columns(const Part& p, const Column& c) {
-    return {{load_block<Float32, kTail>(Float32{}, p.weight_scale + c.a * 4, c.n),
-             load_block<Float32, kTail>(Float32{}, p.weight_scale + c.b * 4, c.n)},
-            p.bias + c.a * 4, p.bias + c.b * 4};
+  static inline Columns columns(const Part& p, const Block& c) {
+    return {load_pair<Float32, kTail>(Float32{}, p.weight_scale, c), p.bias};
   }
-  static inline F sum(const char* x, const char* bias, int n) {
-    if constexpr (kTail) return load_sum_n(x, bias, n);
-    else return load_sum(x, bias);
+  static inline F sum(const char* x, const char* bias, std::int64_t column, int n) {
+    if constexpr (kTail) return load_sum_n(x + column * 4, bias + column * 4, n);
+    else return load_sum(x + column * 4, bias + column * 4);
   }
-  static inline Pair load(const Columns& k, const Token& t, const char* x, const Column& c) {
+  static inline Pair load(const Columns& k, const Token& t, const Block& c) {
     const F activation = broadcast(t.activation_scale);
-    return {mul(mul(sum(x + c.in_a * 4, k.bias_a, c.n), k.scale.a), activation),
-            mul(mul(sum(x + c.in_b * 4, k.bias_b, c.n), k.scale.b), activation)};
+    return {mul(mul(sum(t.x, k.bias, c.a, c.n), k.scale.a), activation),
+            mul(mul(sum(t.x, k.bias, c.b, c.n), k.scale.b), activation)};
   }
 };
 
@@ -105,134 +121,207 @@ inline Pair rotate(Pair x, Pair cos, Pair sin) {
           rounded<kAscend>(add(rounded<kAscend>(mul(b, cos.b)), rounded<kAscend>(mul(a, sin.b))))};
 }
 
-// cos and sin of one token, widened to float32 once for all heads. The blocks of a chunk of half a head lie at
-// [0] cos[j], [1] cos[j + dim/2], [2] sin[j], [3] sin[j + dim/2]; lanes past the end are 0.
+// cos and sin of one block of columns, widened to float32.
+struct CosSin {
+  Pair cos, sin;
+};
+template <class OutT, bool kTail>
+inline CosSin load_cos_sin(const Token& token, const Block& c) {
+  return {load_pair<OutT, kTail>(OutT{}, token.cos, c), load_pair<OutT, kTail>(OutT{}, token.sin, c)};
+}
+
+// The same of all blocks of a chunk of half a head, for tokens whose heads are outside: cos[j], cos[j + dim/2], sin[j],
+// sin[j + dim/2].
 constexpr std::int64_t kChunk = 128;
 struct Rotation {
   alignas(64) char values[4][kChunk * 4];
-};
-template <class OutT>
-inline void widen_rotation(Rotation& rotation, const Token& token, std::int64_t begin, std::int64_t end, std::int64_t half) {
-  const char* const sources[4] = {token.cos, token.cos + half * kSize<OutT>, token.sin, token.sin + half * kSize<OutT>};
-  std::int64_t j = begin;
-  for (; j + kLanes <= end; j += kLanes) {
-    KVQUANT_UNROLL
-    for (int i = 0; i < 4; ++i) store_raw(rotation.values[i] + (j - begin) * 4, load(OutT{}, sources[i] + j * kSize<OutT>));
+  inline CosSin at(std::int64_t in_chunk) const {
+    const auto value = [&](int k) { return load(Float32{}, values[k] + in_chunk * 4); };
+    return {{value(0), value(1)}, {value(2), value(3)}};
   }
-  if (j < end)
-    for (int i = 0; i < 4; ++i)
-      store_raw(rotation.values[i] + (j - begin) * 4, load_n(OutT{}, sources[i] + j * kSize<OutT>, static_cast<int>(end - j)));
+  inline void set(std::int64_t in_chunk, const CosSin& block) {
+    const F all[4] = {block.cos.a, block.cos.b, block.sin.a, block.sin.b};
+    KVQUANT_UNROLL
+    for (int k = 0; k < 4; ++k) store_raw(values[k] + in_chunk * 4, all[k]);
+  }
+};
+
+// What is done to a part, at compile time. kDivide: by the scale itself, not by means of its reciprocal.
+template <template <bool> class SourceT, class OutT, bool kRotateIt, bool kCacheIt, bool kOutIt, bool kAscendIt, bool kDivideIt>
+struct Task {
+  template <bool kTail> using Source = SourceT<kTail>;
+  using Out = OutT;
+  static constexpr bool kRotate = kRotateIt, kCache = kCacheIt, kOut = kOutIt, kAscend = kAscendIt, kDivide = kDivideIt;
+};
+
+// Moves what is per column by `columns` columns, what is per token by that or to the next head.
+template <class TaskT>
+inline void move_columns(Part& p, std::int64_t columns) {
+  using T = typename TaskT::template Source<false>::Type;
+  if constexpr (is_same<T, Int32>) {
+    p.weight_scale += columns * 4;
+    p.bias += columns * 4;
+  }
+  if constexpr (TaskT::kCache) {
+    p.scale += columns * 4;
+    p.offset += columns * 4;
+    if constexpr (!TaskT::kDivide) p.reciprocal += columns * 4;
+  }
+}
+template <class TaskT>
+inline void move_token(Token& token, std::int64_t columns) {
+  token.x += columns * kSize<typename TaskT::template Source<false>::Type>;
+  if constexpr (TaskT::kOut) token.out += columns * kSize<typename TaskT::Out>;
+  if constexpr (TaskT::kCache) token.row += columns;
+}
+template <class TaskT>
+inline void next_head(const Part& p, Token& token) {
+  token.x += p.x_head;
+  if constexpr (TaskT::kOut) token.out += p.out_head;
+  if constexpr (TaskT::kCache) token.row += p.row_head;
 }
 
-// What quantising needs of one block of columns.
-struct Channels {
-  Pair scale, reciprocal, offset;
-};
-
-// N tokens of kBlocks neighbouring blocks of columns in both halves of one head (the tokens' pointers are at that head). The
-// column vectors are loaded once for all tokens. Two blocks make narrowing to int8 cheaper.
-// Inlined by force: called out of line, it would take the address of everything kept in registers.
-template <class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend, bool kTail, int N, int kBlocks>
-__attribute__((always_inline)) inline void tile(const Part& p, const Token* tokens, const Rotation* rotations,
-                                                std::int64_t first, std::int64_t j, std::int64_t in_chunk, int n) {
+// N tokens of kBlocks neighbouring blocks of columns in both halves of one head, j columns from where the pointers in p and
+// in the tokens are; turn(t, i) gives cos and sin. The column vectors are loaded once for all tokens. Two blocks make narrowing
+// cheaper. Inlined by force: called out of line, it would take the address of everything kept in registers.
+template <class TaskT, bool kTail, int N, int kBlocks, class Turn>
+__attribute__((always_inline)) inline void tile(const Part& p, const Token* tokens, const Turn& turn,
+                                                std::int64_t j, int n) {
   static_assert(kBlocks == 1 || !kTail);
+  using SourceT = typename TaskT::template Source<kTail>;
+  using OutT = typename TaskT::Out;
   const std::int64_t half = p.dim / 2;
-  Column c[kBlocks];
   typename SourceT::Columns columns[kBlocks];
-  Channels channels[kBlocks];
   KVQUANT_UNROLL
-  for (int i = 0; i < kBlocks; ++i) {
-    const std::int64_t at = j + i * kLanes;
-    c[i] = {first + at, first + at + half, at, at + half, n};
-    columns[i] = SourceT::columns(p, c[i]);
-    if constexpr (kCacheIt) {
-      const auto load_pair = [&](const char* values) -> Pair {
-        return {load_block<Float32, kTail>(Float32{}, values + c[i].a * 4, n),
-                load_block<Float32, kTail>(Float32{}, values + c[i].b * 4, n)};
-      };
-      channels[i].scale = load_pair(p.scale);
-      channels[i].offset = load_pair(p.offset);
-      if (p.reciprocal) channels[i].reciprocal = load_pair(p.reciprocal);
-    }
-  }
+  for (int i = 0; i < kBlocks; ++i) columns[i] = SourceT::columns(p, {j + i * kLanes, half + j + i * kLanes, n});
   KVQUANT_UNROLL
   for (int t = 0; t < N; ++t) {
     Pair value[kBlocks], scaled[kBlocks];
     KVQUANT_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
-      value[i] = SourceT::load(columns[i], tokens[t], tokens[t].x, c[i]);
-      if constexpr (kRotate) {
-        const auto at = [&](int k) { return load(Float32{}, rotations[t].values[k] + (in_chunk + i * kLanes) * 4); };
-        value[i] = rotate<kAscend, SourceT::template kIs<Float16>>(value[i], {at(0), at(1)}, {at(2), at(3)});
+      const Block c{j + i * kLanes, half + j + i * kLanes, n};
+      SourceT::prefetch(tokens[t].x, c);
+      value[i] = SourceT::load(columns[i], tokens[t], c);
+      if constexpr (TaskT::kRotate) {
+        const CosSin by = turn(t, i);
+        value[i] = rotate<TaskT::kAscend, SourceT::template kIs<Float16>>(value[i], by.cos, by.sin);
       }
-      if constexpr (kOutIt) {
-        store_block<OutT, kTail>(OutT{}, tokens[t].out + c[i].in_a * kSize<OutT>, value[i].a, n, p.stream_out);
-        store_block<OutT, kTail>(OutT{}, tokens[t].out + c[i].in_b * kSize<OutT>, value[i].b, n, p.stream_out);
+      if constexpr (TaskT::kOut && kBlocks == 1) {
+        store_block<OutT, kTail>(OutT{}, tokens[t].out + c.a * kSize<OutT>, value[i].a, n, p.stream_out);
+        store_block<OutT, kTail>(OutT{}, tokens[t].out + c.b * kSize<OutT>, value[i].b, n, p.stream_out);
       }
-      if constexpr (kCacheIt) {
-        const Channels& k = channels[i];
-        if (p.reciprocal)
-          scaled[i] = {divide(value[i].a, k.scale.a, k.reciprocal.a), divide(value[i].b, k.scale.b, k.reciprocal.b)};
-        else
-          scaled[i] = {div(value[i].a, k.scale.a), div(value[i].b, k.scale.b)};
-        scaled[i] = {add(scaled[i].a, k.offset.a), add(scaled[i].b, k.offset.b)};
+      if constexpr (TaskT::kCache) {
+        const Pair scale = load_pair<Float32, kTail>(Float32{}, p.scale, c), offset = load_pair<Float32, kTail>(Float32{}, p.offset, c);
+        if constexpr (TaskT::kDivide) {
+          scaled[i] = {div(value[i].a, scale.a), div(value[i].b, scale.b)};
+        } else {
+          const Pair reciprocal = load_pair<Float32, kTail>(Float32{}, p.reciprocal, c);
+          scaled[i] = {divide(value[i].a, scale.a, reciprocal.a), divide(value[i].b, scale.b, reciprocal.b)};
+        }
+        scaled[i] = {add(scaled[i].a, offset.a), add(scaled[i].b, offset.b)};
       }
     }
-    if constexpr (kCacheIt) {
-      char* const row = reinterpret_cast<char*>(tokens[t].row);
+    if constexpr (TaskT::kOut && kBlocks == 2) {
+      store_blocks(OutT{}, tokens[t].out + j * kSize<OutT>, value[0].a, value[1].a, p.stream_out);
+      store_blocks(OutT{}, tokens[t].out + (half + j) * kSize<OutT>, value[0].b, value[1].b, p.stream_out);
+    }
+    if constexpr (TaskT::kCache) {
+      char* const row = reinterpret_cast<char*>(tokens[t].row) + j;
       if constexpr (kBlocks == 2) {
-        store_block<Int8, false>(Int8{}, row + c[0].in_a, quantise(value[0].a, scaled[0].a, value[1].a, scaled[1].a), n, p.stream_rows);
-        store_block<Int8, false>(Int8{}, row + c[0].in_b, quantise(value[0].b, scaled[0].b, value[1].b, scaled[1].b), n, p.stream_rows);
+        store_block<Int8, false>(Int8{}, row, quantise(value[0].a, scaled[0].a, value[1].a, scaled[1].a), n, p.stream_rows);
+        store_block<Int8, false>(Int8{}, row + half, quantise(value[0].b, scaled[0].b, value[1].b, scaled[1].b), n, p.stream_rows);
       } else {
-        store_block<Int8, kTail>(Int8{}, row + c[0].in_a, quantise(value[0].a, scaled[0].a), n, p.stream_rows);
-        store_block<Int8, kTail>(Int8{}, row + c[0].in_b, quantise(value[0].b, scaled[0].b), n, p.stream_rows);
+        store_block<Int8, kTail>(Int8{}, row, quantise(value[0].a, scaled[0].a), n, p.stream_rows);
+        store_block<Int8, kTail>(Int8{}, row + half, quantise(value[0].b, scaled[0].b), n, p.stream_rows);
       }
     }
   }
 }
 
-// Tokens t, t + N, ... of a part. The copy of Part is one that no store can alias.
-template <template <bool> class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend, int N>
-inline std::int64_t all_tokens(const Part p, const Token* tokens, std::int64_t t, std::int64_t count) {
-  const std::int64_t half = p.dim / 2, columns = p.heads * p.dim;
-  Rotation rotations[kRotate ? N : 1];
-  for (; t + N <= count; t += N)
+// Short rows: kBlocks blocks of columns of all heads of one token, cos and sin in registers.
+template <class TaskT, bool kTail, int kBlocks>
+__attribute__((always_inline)) inline void all_heads(const Part& part, const Token& token, std::int64_t j, int n) {
+  CosSin block[kBlocks];
+  if constexpr (TaskT::kRotate) {
+    KVQUANT_UNROLL
+    for (int i = 0; i < kBlocks; ++i)
+      block[i] = load_cos_sin<typename TaskT::Out, kTail>(token, {j + i * kLanes, part.dim / 2 + j + i * kLanes, n});
+  }
+  Part p = part;
+  Token at = token;
+  move_columns<TaskT>(p, j);
+  move_token<TaskT>(at, j);
+  for (std::int64_t h = 0; h < p.heads; ++h) {
+    tile<TaskT, kTail, 1, kBlocks>(p, &at, [&](int, int i) { return block[i]; }, 0, n);
+    move_columns<TaskT>(p, p.dim);
+    next_head<TaskT>(p, at);
+  }
+}
+template <class TaskT>
+__attribute__((always_inline)) inline void one_token(const Part& p, const Token& token) {
+  const std::int64_t half = p.dim / 2;
+  std::int64_t j = 0;
+  if constexpr (kTwoBlocks)
+    for (; j + 2 * kLanes <= half; j += 2 * kLanes) all_heads<TaskT, false, 2>(p, token, j, kLanes);
+  for (; j + kLanes <= half; j += kLanes) all_heads<TaskT, false, 1>(p, token, j, kLanes);
+  if (j < half) all_heads<TaskT, true, 1>(p, token, j, static_cast<int>(half - j));
+}
+
+// Long rows: kBlock tokens at a time, heads outside: what the tokens share is loaded once, and x is read in order.
+template <class TaskT>
+inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int64_t count) {
+  using OutT = typename TaskT::Out;
+  const std::int64_t half = part.dim / 2;
+  Rotation rotations[TaskT::kRotate ? kBlock : 1];
+  std::int64_t t = 0;
+  for (; t + kBlock <= count; t += kBlock)
     for (std::int64_t begin = 0; begin < half; begin += kChunk) {
-      const std::int64_t end = begin + kChunk < half ? begin + kChunk : half, whole = end - (end - begin) % kLanes;
-      Token at[N];
+      const std::int64_t columns = begin + kChunk < half ? kChunk : half - begin, whole = columns - columns % kLanes;
+      const int rest = static_cast<int>(columns - whole);
+      Part p = part;
+      Token at[kBlock];
+      move_columns<TaskT>(p, begin);
       KVQUANT_UNROLL
-      for (int i = 0; i < N; ++i) {
+      for (int i = 0; i < kBlock; ++i) {
         at[i] = tokens[t + i];
-        if constexpr (kRotate) widen_rotation<OutT>(rotations[i], at[i], begin, end, half);
-      }
-      for (std::int64_t first = 0; first < columns; first += p.dim) {
-        std::int64_t j = begin;
-        if constexpr (N == 1 && kTwoBlocks)
-          for (; j + 2 * kLanes <= whole; j += 2 * kLanes)
-            tile<SourceT<false>, OutT, kRotate, kCacheIt, kOutIt, kAscend, false, N, 2>(p, at, rotations, first, j, j - begin, kLanes);
-        for (; j < whole; j += kLanes)
-          tile<SourceT<false>, OutT, kRotate, kCacheIt, kOutIt, kAscend, false, N, 1>(p, at, rotations, first, j, j - begin, kLanes);
-        KVQUANT_UNROLL
-        for (int i = 0; i < N; ++i) {
-          if (whole < end)
-            tile<SourceT<true>, OutT, kRotate, kCacheIt, kOutIt, kAscend, true, 1, 1>(
-                p, at + i, rotations + (kRotate ? i : 0), first, whole, whole - begin, static_cast<int>(end - whole));
-          at[i].x += p.x_head;
-          if constexpr (kOutIt) at[i].out += p.out_head;
-          if constexpr (kCacheIt) at[i].row += p.row_head;
+        move_token<TaskT>(at[i], begin);
+        if constexpr (TaskT::kRotate) {
+          std::int64_t j = 0;
+          for (; j < whole; j += kLanes) rotations[i].set(j, load_cos_sin<OutT, false>(at[i], {begin + j, begin + j + half, kLanes}));
+          if (rest) rotations[i].set(j, load_cos_sin<OutT, true>(at[i], {begin + j, begin + j + half, rest}));
         }
+      }
+      for (std::int64_t h = 0; h < p.heads; ++h) {
+        std::int64_t j = 0;
+        const auto turn = [&](int i, int k) { return rotations[i].at(j + k * kLanes); };
+        if constexpr (kTwoBlocks)
+          for (; j + 2 * kLanes <= whole; j += 2 * kLanes) tile<TaskT, false, kBlock, 2>(p, at, turn, j, kLanes);
+        for (; j < whole; j += kLanes) tile<TaskT, false, kBlock, 1>(p, at, turn, j, kLanes);
+        KVQUANT_UNROLL
+        for (int i = 0; i < kBlock; ++i)  // the last block is rare: not worth code for four tokens at once
+          if (rest) tile<TaskT, true, 1, 1>(p, at + i, [&](int, int) { return rotations[i].at(whole); }, whole, rest);
+        move_columns<TaskT>(p, p.dim);
+        KVQUANT_UNROLL
+        for (int i = 0; i < kBlock; ++i) next_head<TaskT>(p, at[i]);
       }
     }
   return t;
 }
 
+template <class TaskT>
+inline std::int64_t all_tokens(const Part part, const Token* tokens, std::int64_t count) {
+  const Part p = part;  // a copy that no store can alias
+  std::int64_t t = 0;
+  if (TaskT::template Source<false>::kBlocked && p.block_tokens) t = token_blocks<TaskT>(p, tokens, count);
+  for (; t < count; ++t) one_token<TaskT>(p, tokens[t]);
+  return TaskT::kCache ? count : 0;
+}
+
 template <template <bool> class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend>
 std::int64_t kernel(const Part& p, const Token* tokens, std::int64_t count) {
-  constexpr int kTokens = SourceT<false>::kTokens;
-  std::int64_t t = 0;
-  if (kTokens > 1 && p.block_tokens) t = all_tokens<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, kTokens>(p, tokens, t, count);
-  all_tokens<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, 1>(p, tokens, t, count);
-  return kCacheIt ? count : 0;
+  if (kCacheIt && p.reciprocal)
+    return all_tokens<Task<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, false>>(p, tokens, count);
+  return all_tokens<Task<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, true>>(p, tokens, count);
 }
 
 template <bool kTail> using Float16Source = FloatSource<Float16, kTail>;

@@ -132,7 +132,7 @@ Status Preparer::pack_scales() {
     else if (Status s = pack_channels(arguments[i][1], false, offset))
       return s;
     *results[i] = {scale, offset, nullptr};
-    if (tokens_ < kReciprocalTokens) continue;
+    if (!plan_.use_reciprocals || tokens_ < kReciprocalTokens) continue;
     // The range in which the kernels may multiply by the reciprocal: divide() in simd/avx512.hpp says why.
     std::uint32_t outside = 0;
     for (std::int64_t c = 0; c < columns; ++c) {
@@ -272,7 +272,7 @@ void Preparer::choose_stores() {
                      all_aligned(address(Argument::k_cache), address(Argument::v_cache), plan_.dim, k.strides[0], k.strides[1],
                                  k.strides[2], v.strides[0], v.strides[1], v.strides[2]);
   const std::int64_t item = item_size(plan_.operands[Argument::cos].dtype), x_item = plan_.integer_x ? 4 : item;
-  out_.stream_out = !blocks_tokens(plan_) && tokens_ * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
+  out_.stream_out = tokens_ * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
 }
 
 // The sign bit is set if the float32 of these bits is not finite or, with zero_is_bad = 1, if it is zero. Written without a

@@ -1,8 +1,8 @@
 // Q of bfloat16 x on AVX512_BF16: replaces the common kernel where half a head is a multiple of 32 columns, and falls back to
 // it otherwise and for tokens that its guard refuses. Included inside an anonymous namespace after kernel.inl.hpp.
 //
-// Even and odd columns live in registers of their own: widening a whole register of 32 bfloat16 values then takes a shift
-// and a mask, no shuffle. cos and sin stay in registers over all heads.
+// 32 columns at a time: two shuffles widen them and one instruction narrows the results. cos and sin stay in registers over
+// all heads.
 //
 // The product of two bfloat16 values is exact in float32 unless it leaves the normal range, so a fused multiply-add gives
 // C1's bits there. Whether a product left it is seen at the results:
@@ -12,17 +12,11 @@
 // Results with 2^-63 <= |o| < 2^65 are therefore right; a bfloat16 is in that range exactly if its bits 14 and 13 differ.
 // vcvtne2ps2bf16 meets no subnormal and no NaN there.
 
-struct EvenOdd {
-  __m512 even, odd;
+struct Wide {
+  F low, high;  // columns 0-15 and 16-31
 };
-inline EvenOdd widen_even_odd(const char* p) {
-  const __m512i both = _mm512_loadu_si512(p);
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
-          _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))))};
-}
-inline __m512i narrow_even_odd(EvenOdd value, __m512i interleave) {
-  return _mm512_permutexvar_epi16(interleave, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(value.odd, value.even)));
-}
+inline Wide load_32(const char* p) { return {load(Bfloat16{}, p), load(Bfloat16{}, p + 32)}; }
+inline __m512i narrow_32(F low, F high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v)); }
 // Keeps bit 14 of `ok` only where bits 14 and 13 of `bits` differ.
 inline __m512i check_range(__m512i ok, __m512i bits) {
   return _mm512_ternarylogic_epi32(ok, bits, _mm512_add_epi16(bits, bits), 0x60);  // ok & (bits ^ 2*bits)
@@ -35,20 +29,18 @@ inline void put(char* p, __m512i value, bool stream_it) {
 // False: the guard refused; the token's output is then to be computed anew.
 inline bool rotate_token(const Part& p, const Token& token) {
   const std::int64_t half_bytes = p.dim;  // of half a head
-  const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
-                                              23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   __m512i ok = _mm512_set1_epi16(0x4000);
   for (std::int64_t j = 0; j < half_bytes; j += 64) {
-    const EvenOdd cos_a = widen_even_odd(token.cos + j), cos_b = widen_even_odd(token.cos + j + half_bytes);
-    const EvenOdd sin_a = widen_even_odd(token.sin + j), sin_b = widen_even_odd(token.sin + j + half_bytes);
+    const Wide cos_a = load_32(token.cos + j), cos_b = load_32(token.cos + j + half_bytes);
+    const Wide sin_a = load_32(token.sin + j), sin_b = load_32(token.sin + j + half_bytes);
     const char* x = token.x + j;
     char* out = token.out + j;
     for (std::int64_t h = 0; h < p.heads; ++h, x += p.x_head, out += p.out_head) {
-      const EvenOdd a = widen_even_odd(x), b = widen_even_odd(x + half_bytes);
-      const __m512i low = narrow_even_odd({_mm512_fmsub_ps(a.even, cos_a.even, _mm512_mul_ps(b.even, sin_a.even)),
-                                           _mm512_fmsub_ps(a.odd, cos_a.odd, _mm512_mul_ps(b.odd, sin_a.odd))}, interleave);
-      const __m512i high = narrow_even_odd({_mm512_fmadd_ps(b.even, cos_b.even, _mm512_mul_ps(a.even, sin_b.even)),
-                                            _mm512_fmadd_ps(b.odd, cos_b.odd, _mm512_mul_ps(a.odd, sin_b.odd))}, interleave);
+      const Wide a = load_32(x), b = load_32(x + half_bytes);
+      const __m512i low = narrow_32(multiply_subtract(a.low, cos_a.low, mul(b.low, sin_a.low)),
+                                    multiply_subtract(a.high, cos_a.high, mul(b.high, sin_a.high)));
+      const __m512i high = narrow_32(multiply_add(b.low, cos_b.low, mul(a.low, sin_b.low)),
+                                     multiply_add(b.high, cos_b.high, mul(a.high, sin_b.high)));
       ok = check_range(check_range(ok, low), high);
       put(out, low, p.stream_out);
       put(out + half_bytes, high, p.stream_out);

@@ -62,6 +62,14 @@ TEST_CASE("a need that the dispatcher does not know is never met") {
   const kvquant::detail::Target target{"future", nullptr, "avx9000"};
   CHECK(kvquant::detail::missing_feature(target, {~0u, ~0u, ~0u, ~std::uint64_t{0}}) != nullptr);
 }
+
+TEST_CASE("who divides slowly is asked of the vendor's name") {
+  CpuAnswers cpu;
+  cpu.leaf0_ecx = 0x6C65746E;  // "ntel"
+  CHECK(kvquant::detail::divides_slowly(cpu));
+  cpu.leaf0_ecx = 0x444D4163;  // "cAMD"
+  CHECK(!kvquant::detail::divides_slowly(cpu));
+}
 #endif
 
 TEST_CASE("a forced target is the one that runs, and an unknown or absent one is refused") {

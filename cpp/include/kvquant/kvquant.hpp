@@ -191,6 +191,7 @@ struct Plan {
   bool three_d = false;                   // x is [B,S,H] (sources [B,S,N,D]); otherwise S = 1
   bool integer_x = false, packed = false;
   bool pack_columns = false;              // weight_scale or bias must be copied into the workspace
+  bool use_reciprocals = false;           // this CPU divides slowly: same bits by multiplications where they are certain
   const detail::Target* target = nullptr;
   detail::Stream streams[3] = {};
   detail::Interval extents[kOperandCount] = {};  // of the operands that are looked at, for this B and S

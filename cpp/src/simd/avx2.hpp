@@ -100,3 +100,14 @@ inline void stream(Float32, char* p, F a) {
 template <class T> inline void stream(T half, char* p, F a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(half, a)); }
 inline void stream(Int8, char* p, __m128i a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), a); }
 inline void stream(Int8, char* p, __m256i a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), a); }
+
+template <class T>
+inline void store(T type, char* p, F first, F second) {
+  store(type, p, first);
+  store(type, p + 16 * kSize<T>, second);
+}
+template <class T>
+inline void stream(T type, char* p, F first, F second) {
+  stream(type, p, first);
+  stream(type, p + 16 * kSize<T>, second);
+}

@@ -20,7 +20,12 @@ inline F multiply_add(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; 
 inline F multiply_subtract(F a, F b, F c) { return {_mm512_fmsub_ps(a.v, b.v, c.v)}; }
 
 inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
-inline F widen(__m256i bfloat16) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16), 16))}; }
+// Each 16-bit value to the upper half of a 32-bit lane, with zeros below: one shuffle, where widening and shifting are two.
+inline F widen(__m256i bfloat16) {
+  const __m512i order = _mm512_set_epi32(15 << 16, 14 << 16, 13 << 16, 12 << 16, 11 << 16, 10 << 16, 9 << 16, 8 << 16,  //
+                                         7 << 16, 6 << 16, 5 << 16, 4 << 16, 3 << 16, 2 << 16, 1 << 16, 0);
+  return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, order, _mm512_castsi256_si512(bfloat16)))};
+}
 
 inline F load(Float32, const char* p) { return {_mm512_loadu_ps(p)}; }
 inline F load(Int32, const char* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
@@ -88,6 +93,16 @@ inline void store_raw(char* p, F a) { _mm512_storeu_ps(p, a.v); }
 inline void store(Float32, char* p, F a) { _mm512_storeu_ps(p, canonical(a)); }
 inline void store(Float16, char* p, F a) { _mm256_storeu_epi16(p, narrow(Float16{}, a)); }
 inline void store(Bfloat16, char* p, F a) { _mm256_storeu_epi16(p, narrow(Bfloat16{}, a)); }
+// Two neighbouring blocks at once: whole lines, which non-temporal stores want.
+template <class T>
+inline __m512i narrow(T half, F first, F second) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(narrow(half, first)), narrow(half, second), 1);
+}
+inline void store(Float32 type, char* p, F first, F second) {
+  store(type, p, first);
+  store(type, p + 64, second);
+}
+template <class T> inline void store(T half, char* p, F first, F second) { _mm512_storeu_si512(p, narrow(half, first, second)); }
 inline void store(Int8, char* p, __m128i a) { _mm_storeu_epi8(p, a); }
 inline void store(Int8, char* p, __m256i a) { _mm256_storeu_epi8(p, a); }
 inline void store_n(Float32, char* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), canonical(a)); }
@@ -98,3 +113,11 @@ inline void stream(Float32, char* p, F a) { _mm512_stream_ps(reinterpret_cast<fl
 template <class T> inline void stream(T half, char* p, F a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(half, a)); }
 inline void stream(Int8, char* p, __m128i a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), a); }
 inline void stream(Int8, char* p, __m256i a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), a); }
+inline void stream(Float32 type, char* p, F first, F second) {
+  stream(type, p, first);
+  stream(type, p + 64, second);
+}
+template <class T>
+inline void stream(T half, char* p, F first, F second) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), narrow(half, first, second));
+}
