@@ -107,7 +107,8 @@ void move(const LimitCall& call, std::int64_t first, std::int64_t last) {
     move_row<X, StreamRows>(call, x + kItem * (q + kv), call.v_cache + row);
   }
   // The compiler must believe that somebody wants what was read.
-  asm volatile("" : : "m"(seen));
+  const std::int64_t all = seen[0] | seen[1] | seen[2] | seen[3] | seen[4] | seen[5] | seen[6] | seen[7];
+  asm volatile("" : : "r"(all));
 #if defined(__x86_64__)
   if (StreamOutputs || StreamRows) _mm_sfence();
 #endif

@@ -11,6 +11,8 @@ import workloads
 FIELDS = ("tokens", "heads_q", "heads_kv", "dim", "x_item", "head_stride")  # struct LimitCall in limit.hpp, in its order
 POINTERS = ("rows", "x", "cos", "sin", "q", "k", "v", "k_cache", "v_cache")
 STORES = {"limit": 0, "limit, cache rows streamed": 1, "limit, all streamed": 2}
+# -fno-ivopts: GCC 12 otherwise spends some ns of each call on addresses that it keeps in vector registers.
+FLAGS = ("-O3", "-fno-ivopts", "-march=native", "-std=c++17", "-w", "-shared", "-fPIC", "-fopenmp")
 SAMPLE_SECONDS = 30e-6  # a sample is the mean of as many calls as fill this
 
 
@@ -25,8 +27,7 @@ def _library():
     if not library.exists() or library.stat().st_mtime < newest:
         library.parent.mkdir(parents=True, exist_ok=True)
         fresh = library.with_suffix(f".{os.getpid()}")
-        subprocess.run([os.environ.get("CXX", "c++"), "-O3", "-fno-ivopts", "-march=native", "-std=c++17", "-w", "-shared", "-fPIC", "-fopenmp",
-                        source, "-o", fresh], check=True)
+        subprocess.run([os.environ.get("CXX", "c++"), *FLAGS, source, "-o", fresh], check=True)
         fresh.replace(library)
     os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # waits for work in a spin, but not so long that it disturbs a neighbour
     return ctypes.CDLL(str(library))
