@@ -170,6 +170,10 @@ def number(value):
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def time_text(ns):
+    return f"{number(ns)} ns" if ns < 10_000 else f"{number(ns / 1000)} µs"
+
+
 def draw(rows, path):
     """One panel per workload: bars of time per token as a multiple of the limit, log scale, with the time written beside."""
     import matplotlib
@@ -197,10 +201,10 @@ def draw(rows, path):
             color = "#d1495b" if line == OURS else "#9fb7c9" if line.startswith(SMALLER) else "#2e5e7e"
             axis.barh(place, multiple - 1, left=1, height=0.72, color=color, hatch="//" if line.startswith(SMALLER) else None,
                       edgecolor="white", linewidth=0)
-            axis.text(multiple * 1.12, place, f"{number(row['ns_per_token'])} ns", va="center", size=12,
+            axis.text(multiple * 1.12, place, time_text(row["ns_per_token"]), va="center", size=12,
                       weight="bold" if line == OURS else "normal")
         axis.set(xscale="log", xlim=(1, widest * 6), yticks=range(len(names)), yticklabels=names)
-        axis.set_title(f"{name}  {floor['title']}\nlimit {number(floor['ns_per_token'])} ns per token, {state}", loc="left")
+        axis.set_title(f"{name}  {floor['title']}\nlimit {time_text(floor['ns_per_token'])} per token, {state}", loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", color="0.88")
         axis.set_axisbelow(True)
@@ -208,7 +212,7 @@ def draw(rows, path):
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}×")
     axes.flat[0].invert_yaxis()
     threads = rows[0]["threads"]
-    figure.supxlabel("time per token as a multiple of the machine's limit (log scale) and in ns\n"
+    figure.supxlabel("time per token as a multiple of the machine's limit (log scale), and as such\n"
                      f"threads: {threads}; hatched: a smaller step without int8", size=13)
     figure.savefig(path, dpi=110)
 
