@@ -360,6 +360,10 @@ def serve(name, w, state, threads):
     else:
         distribution = DISTRIBUTIONS.get(name, name)
         version = f"{distribution} {importlib.metadata.version(distribution)}"
+        if name == "kvquant":
+            import kvquant
+
+            version += f" ({kvquant.isa.active()})"
         for variant, bind in globals()[f"peer_{name}"](w, threads).items():
             calls = [bind(operands) for operands in sets]
             differing[variant] = None if name in SMALLER_STEPS else workloads.differing_bytes(w, calls[0], sets[0])
