@@ -13,6 +13,7 @@ namespace detail {
 struct Part {
   std::int64_t heads, dim;
   std::int64_t x_head, out_head, row_head;  // bytes from one head to the next in x, in the output and in a cache row
+  std::int64_t table_half;                  // dim/2, or 0 where each value of cos and sin serves both halves
   const char* weight_scale;                 // float32 [heads*dim]; null for float x
   const char* bias;                         // int32 or float32 [heads*dim]; null for float x
   const char* scale;                        // float32 [heads*dim]; null if nothing is quantised
@@ -25,7 +26,7 @@ struct Part {
 // One token of one part.
 struct Token {
   const char* x;    // its first head
-  const char* cos;  // [dim] of the output type
+  const char* cos;  // [dim], or [dim/2] used for both halves, of the output type
   const char* sin;
   char* out;         // null if the kernel writes no output
   std::int8_t* row;  // null if the kernel writes no cache row

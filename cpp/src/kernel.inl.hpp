@@ -245,7 +245,7 @@ __attribute__((always_inline)) inline void all_heads(const Part& part, const Tok
   if constexpr (TaskT::kRotate) {
     KVQUANT_UNROLL
     for (int i = 0; i < kBlocks; ++i)
-      block[i] = load_cos_sin<typename TaskT::Out, kTail>(token, {j + i * kLanes, part.dim / 2 + j + i * kLanes, n});
+      block[i] = load_cos_sin<typename TaskT::Out, kTail>(token, {j + i * kLanes, part.table_half + j + i * kLanes, n});
   }
   Part p = part;
   Token at = token;
@@ -287,8 +287,9 @@ inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int
         move_token<TaskT>(at[i], begin);
         if constexpr (TaskT::kRotate) {
           std::int64_t j = 0;
-          for (; j < whole; j += kLanes) rotations[i].set(j, load_cos_sin<OutT, false>(at[i], {begin + j, begin + j + half, kLanes}));
-          if (rest) rotations[i].set(j, load_cos_sin<OutT, true>(at[i], {begin + j, begin + j + half, rest}));
+          const std::int64_t second = begin + p.table_half;
+          for (; j < whole; j += kLanes) rotations[i].set(j, load_cos_sin<OutT, false>(at[i], {begin + j, second + j, kLanes}));
+          if (rest) rotations[i].set(j, load_cos_sin<OutT, true>(at[i], {begin + j, second + j, rest}));
         }
       }
       for (std::int64_t h = 0; h < p.heads; ++h) {

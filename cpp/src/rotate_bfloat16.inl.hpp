@@ -28,11 +28,11 @@ inline void put(char* p, __m512i value, bool stream_it) {
 
 // False: the guard refused; the token's output is then to be computed anew.
 inline bool rotate_token(const Part& p, const Token& token) {
-  const std::int64_t half_bytes = p.dim;  // of half a head
+  const std::int64_t half_bytes = p.dim, table_half = 2 * p.table_half;  // bytes
   __m512i ok = _mm512_set1_epi16(0x4000);
   for (std::int64_t j = 0; j < half_bytes; j += 64) {
-    const Wide cos_a = load_32(token.cos + j), cos_b = load_32(token.cos + j + half_bytes);
-    const Wide sin_a = load_32(token.sin + j), sin_b = load_32(token.sin + j + half_bytes);
+    const Wide cos_a = load_32(token.cos + j), cos_b = load_32(token.cos + j + table_half);
+    const Wide sin_a = load_32(token.sin + j), sin_b = load_32(token.sin + j + table_half);
     const char* x = token.x + j;
     char* out = token.out + j;
     for (std::int64_t h = 0; h < p.heads; ++h, x += p.x_head, out += p.out_head) {

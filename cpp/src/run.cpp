@@ -30,6 +30,8 @@ PartRun::PartRun(const Plan& plan, const Prepared& prepared, int index)
     : plan_(plan), call_(prepared.call), stream_(plan.streams[index]) {
   part_.heads = stream_.heads;
   part_.dim = plan.dim;
+  const View& cos = plan.operands[Argument::cos];
+  part_.table_half = cos.shape[cos.ndim - 1] < plan.dim ? 0 : plan.dim / 2;
   part_.x_head = stream_.head;
   part_.out_head = stream_.out_head;
   if (plan.integer_x) {
