@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _Array: TypeAlias = NDArray[Any]
+_Index: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 _Out: TypeAlias = tuple[_Array | None, _Array | None, _Array | None] | list[_Array | None]
 _Result: TypeAlias = tuple[_Array, _Array, _Array, NDArray[np.int8], NDArray[np.int8]]
 _Splits: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
@@ -18,7 +19,7 @@ def dequant_rope_quant_kvcache(
     sin: _Array,
     k_cache: NDArray[np.int8],
     v_cache: NDArray[np.int8],
-    indices: NDArray[np.int32] | NDArray[np.int64],
+    indices: _Index,
     scale_k: NDArray[np.float32],
     scale_v: NDArray[np.float32],
     size_splits: _Splits,
@@ -28,6 +29,7 @@ def dequant_rope_quant_kvcache(
     weight_scale: NDArray[np.float32] | None = None,
     activation_scale: NDArray[np.float32] | None = None,
     bias: _Array | None = None,
+    positions: _Index | None = None,
     quant_mode: Literal[0, "static"] = 0,
     input_layout: Literal["BSND"] = "BSND",
     kv_output: bool = False,
@@ -44,7 +46,7 @@ def dequant_rope_quant_kvcache(
 class Plan:
     def run(
         self,
-        indices: NDArray[np.int32] | NDArray[np.int64] | None = None,
+        indices: _Index | None = None,
         *,
         x: _Array | None = None,
         cos: _Array | None = None,
@@ -58,6 +60,7 @@ class Plan:
         weight_scale: NDArray[np.float32] | None = None,
         activation_scale: NDArray[np.float32] | None = None,
         bias: _Array | None = None,
+        positions: _Index | None = None,
         out: _Out | None = None,
         num_threads: int | None = None,
     ) -> _Result: ...
@@ -69,7 +72,7 @@ def plan(
     sin: _Array,
     k_cache: NDArray[np.int8],
     v_cache: NDArray[np.int8],
-    indices: NDArray[np.int32] | NDArray[np.int64],
+    indices: _Index,
     scale_k: NDArray[np.float32],
     scale_v: NDArray[np.float32],
     size_splits: _Splits,
@@ -79,6 +82,7 @@ def plan(
     weight_scale: NDArray[np.float32] | None = None,
     activation_scale: NDArray[np.float32] | None = None,
     bias: _Array | None = None,
+    positions: _Index | None = None,
     quant_mode: Literal[0, "static"] = 0,
     input_layout: Literal["BSND"] = "BSND",
     kv_output: bool = False,

@@ -49,7 +49,7 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
         uint8, int16, uint16, uint32, uint64, float64, complex64, complex128, other
     cdef enum class Argument(int32_t):
         x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v
-        weight_scale, activation_scale, bias, q, k, v, size_splits
+        weight_scale, activation_scale, bias, positions, q, k, v, size_splits
     cdef int kOperandCount
     cdef enum class CacheMode(int32_t):
         contiguous, page
@@ -65,7 +65,7 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
         int64_t[4] strides
         bint read_only
     cdef cppclass Operands:
-        View[19] view
+        View[20] view
         int64_t[3] size_splits
     cdef cppclass Options:
         CacheMode cache_mode
@@ -83,7 +83,7 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
         bint three_d, integer_x
     cdef cppclass Call:
         int64_t batch, sequence
-        void* data[19]
+        void* data[20]
     cdef cppclass Prepared:
         int64_t tokens
     size_t message(const Status&, char*, size_t) noexcept
@@ -119,7 +119,7 @@ cdef extern from *:
     """
     cdef cppclass Request "KvquantRequest":
         CorePlan plan
-        PyObject* arrays[19]
+        PyObject* arrays[20]
         int threads
 
 
@@ -325,7 +325,7 @@ cdef int set_options(Request* r, quant_mode, input_layout, kv_output, cache_mode
 
 
 cdef int fill_request(Request* r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
-                      weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics,
+                      weight_scale, activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics,
                       padding_index, allow_duplicates, vendor_limits, out, num_threads, isa) except -1:
     set_array(r, Argument.x, x)
     set_array(r, Argument.cos, cos)
@@ -339,6 +339,7 @@ cdef int fill_request(Request* r, x, cos, sin, k_cache, v_cache, indices, scale_
     set_optional(r, Argument.offset_k, offset_k)
     set_optional(r, Argument.offset_v, offset_v)
     set_columns(r, weight_scale, activation_scale, bias)
+    set_optional(r, Argument.positions, positions)
     set_options(r, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index, allow_duplicates, vendor_limits, isa)
     set_out(r, out)
     set_threads(r, num_threads)
@@ -427,8 +428,8 @@ cdef object execute(Request* r):
 
 
 def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None,
-                               offset_v=None, weight_scale=None, activation_scale=None, bias=None, quant_mode=0,
-                               input_layout="BSND", kv_output=False, cache_mode="contiguous", numerics="fp32",
+                               offset_v=None, weight_scale=None, activation_scale=None, bias=None, positions=None,
+                               quant_mode=0, input_layout="BSND", kv_output=False, cache_mode="contiguous", numerics="fp32",
                                padding_index=None, allow_duplicates=False, vendor_limits=False, out=None,
                                num_threads=None, isa=None):
     """Dequantise, split into Q, K and V, rotate Q and K, quantise K and V to int8 and write them to their cache rows.
@@ -441,6 +442,7 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
     x : ndarray [B, S, H] or [B, H] (then S = 1), int32 or the output type
     cos, sin : ndarray [B, S, 1, D] or, for [B, H], [B, D]; the output type
         Rotation in halves: o[j] = x[j]*cos[j] - x[j+D/2]*sin[j], o[j+D/2] = x[j+D/2]*cos[j+D/2] + x[j]*sin[j+D/2].
+        With `positions`: tables [P, D], or [P, D/2] whose values serve both halves.
     k_cache, v_cache : ndarray [C1, C2, Nkv, D], int8, written in place
     indices : ndarray, int32 or int64
         cache_mode "contiguous": [B]; token s of batch b goes to cache[b, indices[b] + s].
@@ -453,6 +455,8 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
     activation_scale : ndarray [B*S], float32
     bias : ndarray [H]; int32 (added to x before scaling, wrapping), float32, float16 or bfloat16 (added after)
         These three have no effect for float x and are then not looked at.
+    positions : ndarray [B*S], int32 or int64, 0 <= position < P
+        Token t takes row positions[t] of the tables cos and sin; the bytes are those of gathered cos and sin (I10).
     quant_mode : 0 or "static"
     input_layout : "BSND"
     kv_output : bool
@@ -490,7 +494,7 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
     cdef Request r
     out = frozen(out)
     fill_request(&r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale,
-                 activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
+                 activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
                  allow_duplicates, vendor_limits, out, num_threads, isa)
     check_plan(&r)
     return execute(&r)
@@ -502,7 +506,8 @@ cdef class Plan:
     cdef tuple given  # keeps alive what `bound` borrows: the operands in the order of Argument, then isa
 
     def run(self, indices=None, *, x=None, cos=None, sin=None, k_cache=None, v_cache=None, scale_k=None, scale_v=None,
-            offset_k=None, offset_v=None, weight_scale=None, activation_scale=None, bias=None, out=None, num_threads=None):
+            offset_k=None, offset_v=None, weight_scale=None, activation_scale=None, bias=None, positions=None, out=None,
+            num_threads=None):
         """Run the call; returns (q, k, v, k_cache, v_cache).
 
         An operand given here takes the place of the plan's for this run only and may differ from it in shape, strides and
@@ -510,7 +515,7 @@ cdef class Plan:
         """
         cdef Request r
         given = self.given
-        out = given[13] if out is None else frozen(out)
+        out = given[14] if out is None else frozen(out)
         r.plan.operands.size_splits = self.bound.plan.operands.size_splits
         r.plan.options = self.bound.plan.options
         set_array(&r, Argument.x, given[0] if x is None else x)
@@ -525,6 +530,7 @@ cdef class Plan:
         set_optional(&r, Argument.offset_v, given[9] if offset_v is None else offset_v)
         set_columns(&r, given[10] if weight_scale is None else weight_scale,
                     given[11] if activation_scale is None else activation_scale, given[12] if bias is None else bias)
+        set_optional(&r, Argument.positions, given[13] if positions is None else positions)
         set_out(&r, out)
         if num_threads is None:
             r.threads = self.bound.threads
@@ -537,7 +543,7 @@ cdef class Plan:
         """One readable paragraph: ISA, shapes, dtypes, cache mode, threads and the bytes of one call."""
         cdef int64_t tokens = self.bound.plan.batch * self.bound.plan.sequence, kv = self.bound.plan.heads_kv * self.bound.plan.dim
         cdef int64_t q = self.bound.plan.heads_q * self.bound.plan.dim
-        x, cos, k_cache, isa = self.given[0], self.given[1], self.given[3], self.given[14]
+        x, cos, k_cache, isa = self.given[0], self.given[1], self.given[3], self.given[15]
         read = tokens * ((q + 2 * kv) * x.dtype.itemsize + 2 * self.bound.plan.dim * cos.dtype.itemsize)
         written = tokens * ((q + (2 * kv if self.bound.plan.options.kv_output else 0)) * cos.dtype.itemsize + 2 * kv)
         mode = "page" if self.bound.plan.options.cache_mode == CacheMode.page else "contiguous"
@@ -548,9 +554,9 @@ cdef class Plan:
 
 
 def plan(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None, offset_v=None,
-         weight_scale=None, activation_scale=None, bias=None, quant_mode=0, input_layout="BSND", kv_output=False,
-         cache_mode="contiguous", numerics="fp32", padding_index=None, allow_duplicates=False, vendor_limits=False, out=None,
-         num_threads=None, isa=None):
+         weight_scale=None, activation_scale=None, bias=None, positions=None, quant_mode=0, input_layout="BSND",
+         kv_output=False, cache_mode="contiguous", numerics="fp32", padding_index=None, allow_duplicates=False,
+         vendor_limits=False, out=None, num_threads=None, isa=None):
     """Check the metadata of a call (see dequant_rope_quant_kvcache) and bind its arrays: returns a Plan.
 
     Reads no values and writes nothing; errors in shapes, dtypes, strides and options are raised here.
@@ -558,10 +564,10 @@ def plan(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, 
     cdef Plan result = Plan.__new__(Plan)
     out = frozen(out)
     fill_request(&result.bound, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
-                 weight_scale, activation_scale, bias, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
-                 allow_duplicates, vendor_limits, out, num_threads, isa)
+                 weight_scale, activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics,
+                 padding_index, allow_duplicates, vendor_limits, out, num_threads, isa)
     result.given = (x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v, weight_scale,
-                    activation_scale, bias, out, isa)
+                    activation_scale, bias, positions, out, isa)
     check_plan(&result.bound)
     return result
 

@@ -1,6 +1,6 @@
 """The operator in plain NumPy: what every compiled kernel is compared with, byte for byte.
 
-Written clause by clause from docs/contract.md (C1..C8 for numbers, I1..I9 for indices and safety) and never
+Written clause by clause from docs/contract.md (C1..C8 for numbers, I1..I10 for indices and safety) and never
 optimised. It needs NumPy only and shares no code with the compiled operator.
 
 Limits: NumPy computes in the caller's floating-point state, so C1's promise of independence from it does not hold
@@ -20,7 +20,7 @@ _OVERLAP_WORK = 1_000_000  # bound of I5a's exact search; a search that exceeds 
 
 def dequant_rope_quant_kvcache(
     x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *,
-    offset_k=None, offset_v=None, weight_scale=None, activation_scale=None, bias=None, quant_mode=0,
+    offset_k=None, offset_v=None, weight_scale=None, activation_scale=None, bias=None, positions=None, quant_mode=0,
     input_layout="BSND", kv_output=False, cache_mode="contiguous", numerics="fp32", padding_index=None,
     allow_duplicates=False, vendor_limits=False, out=None, num_threads=None, isa=None,
 ):  # fmt: skip
@@ -35,6 +35,7 @@ def dequant_rope_quant_kvcache(
     scale_*, offset_*       [Nkv,D], [Nkv*D], [Nkv,1], [1] or 0-d, float32
     weight_scale, bias      [H]; float32, and int32 or any output type
     activation_scale        [T] float32
+    positions               [T], int32 or int64: cos and sin are then tables [P,D] or [P,D/2]
     size_splits             [Nq*D, Nkv*D, Nkv*D]
 
     Returns (q, k, v, k_cache, v_cache); k and v have shape (0,) unless kv_output. Raises TypeError, ValueError or
@@ -53,7 +54,7 @@ def dequant_rope_quant_kvcache(
     with np.errstate(all="ignore"):
         q, k, v = _split(_dequantise(call, values), call)
         rounding = _round_to_half if given.numerics == "ascend" and call.output == "float16" else _no_rounding
-        cos, sin = (_widen(table).reshape(call.tokens, 1, call.dim) for table in (call.cos, call.sin))
+        cos, sin = (_rotation_rows(table, call, values) for table in (call.cos, call.sin))
         q = _rotate(rounding(q), cos, sin, rounding)
         k = _rotate(rounding(k), cos, sin, rounding)
         k_codes = _quantise(k, values["scale_k"], values["offset_k"])
@@ -89,6 +90,15 @@ def _split(f, call):
     """[T,H] to q [T,Nq,D], k and v [T,Nkv,D]."""
     heads = f.reshape(call.tokens, call.q_heads + 2 * call.kv_heads, call.dim)
     return np.split(heads, [call.q_heads, call.q_heads + call.kv_heads], axis=1)
+
+
+def _rotation_rows(table, call, values):
+    """cos or sin of each token, [T,1,D] float32; I10 where there are positions."""
+    if values["positions"] is not None:
+        table = table[values["positions"]]
+        if table.shape[1] == call.dim // 2:
+            table = np.concatenate([table, table], axis=1)
+    return _widen(table).reshape(call.tokens, 1, call.dim)
 
 
 def _rotate(x, cos, sin, rounding):
@@ -204,8 +214,8 @@ def _require_shape(name, array, *shapes):
 
 
 def _require_unit_stride(name, array):
-    """I5; an array of no elements has no address to get wrong (I7)."""
-    good = array.size == 0 or array.strides[-1] == array.itemsize
+    """I5; an axis of size 1 and an array of no elements (I7) have no address to get wrong."""
+    good = array.size == 0 or array.shape[-1] == 1 or array.strides[-1] == array.itemsize
     _require(good, ValueError, name, f"unit stride ({array.itemsize} bytes) on the last axis", array.strides)
 
 
@@ -232,14 +242,21 @@ def _check_operands(given):
     call.tokens = call.batches * call.steps
     call.q_heads = _check_size_splits(given.size_splits, call)
     call.lead = call.x.shape[:-1]
-    tables = (*call.lead, 1, call.dim) if call.x.ndim == 3 else (*call.lead, call.dim)
-    _require_shape("cos", call.cos, tables)
-    _require_shape("sin", call.sin, tables)
+    call.vectors = {}
+    if given.positions is None:
+        rows = (*call.lead, 1, call.dim) if call.x.ndim == 3 else (*call.lead, call.dim)
+        _require_shape("cos", call.cos, rows)
+    else:  # I10
+        good = call.cos.ndim == 2 and call.cos.shape[1] in (call.dim, call.dim // 2)
+        _require(good, ValueError, "cos", f"shape [P,{call.dim}] or [P,{call.dim // 2}]", call.cos.shape)
+        call.vectors["positions"] = _array("positions", given.positions, "int32", "int64")
+        _require_shape("positions", call.vectors["positions"], (call.tokens,))
+    _require_shape("sin", call.sin, call.cos.shape)
     for name in ("x", "cos", "sin", "k_cache", "v_cache"):
         _require_unit_stride(name, getattr(call, name))
     _require(call.page or c1 >= call.batches, ValueError, "k_cache", f"C1 >= {call.batches} batches", c1)  # I1
 
-    call.vectors = {"indices": _array("indices", given.indices, "int32", "int64")}
+    call.vectors["indices"] = _array("indices", given.indices, "int32", "int64")
     _require_shape("indices", call.vectors["indices"], (call.tokens if call.page else call.batches,))
     for name in ("scale_k", "scale_v", "offset_k", "offset_v"):
         value = getattr(given, name)
@@ -285,6 +302,7 @@ def _check_vendor_limits(given, call):
     refuse(indices.dtype.name == "int64", TypeError, "indices", "int32", "int64")
     refuse(call.width > 4096 or call.width % 64, ValueError, "x", "H <= 4096, a multiple of 64", call.width)
     refuse(call.dim % 16, ValueError, "k_cache", "D a multiple of 16", call.dim)
+    refuse(given.positions is not None, ValueError, "positions", "None", "an array")
     refuse(given.padding_index is not None, ValueError, "padding_index", "None", given.padding_index)
     refuse(given.allow_duplicates, ValueError, "allow_duplicates", "False", given.allow_duplicates)
     for name, other in (("offset_k", "offset_v"), ("offset_v", "offset_k")):
@@ -358,9 +376,10 @@ def _overlap(a, b):
 
 def _read_values(given, call):
     """Each vector is copied once (I4) and the copy checked; without tokens nothing is checked (I7)."""
-    values = dict.fromkeys(("offset_k", "offset_v", "activation_scale", "bias"))
+    values = dict.fromkeys(("offset_k", "offset_v", "activation_scale", "bias", "positions"))
     values |= {name: array.copy() for name, array in call.vectors.items()}
     if call.tokens:
+        _check_positions(values["positions"], call)
         _check_indices(values["indices"], given, call)
     for name in ("scale_k", "scale_v", "offset_k", "offset_v"):
         if values[name] is not None:
@@ -369,6 +388,13 @@ def _read_values(given, call):
             if values[name].shape == (call.kv_heads * call.dim,):
                 values[name] = values[name].reshape(call.kv_heads, call.dim)
     return values
+
+
+def _check_positions(positions, call):
+    """I10: rows of the tables."""
+    for token, position in enumerate([] if positions is None else positions.tolist()):
+        good, limit = 0 <= position < call.cos.shape[0], call.cos.shape[0]
+        _require(good, IndexError, f"positions[{token}]", f"0 <= position < {limit}", position)
 
 
 def _check_indices(indices, given, call):

@@ -36,6 +36,7 @@ OPTIONS = {
     "cache_mode": ("contiguous", "page"),
     "layout": ("contiguous", "interleaved", "side_by_side", "head_major", "padded_page"),
     "index_type": ("int32", "int64"),
+    "tables": ("per_token", "full", "half"),
     "padding": (False, True),
     "duplicates": (False, True),
     "bias": (None, "int32", "float32", "float16", "bfloat16"),
@@ -63,6 +64,7 @@ class Case:
     cache_mode: str = "contiguous"
     layout: str = "contiguous"
     index_type: str = "int32"
+    tables: str = "per_token"  # "full", "half": [P,D], [P,D/2] with positions
     padding: bool = False
     duplicates: bool = False
     bias: object = None
@@ -314,6 +316,11 @@ def build(case):
     x = draw.integers((*lead, width)) if x_type == "int32" else narrow(draw.floats((*lead, width), 3), x_type)
     a["x"] = place(built, "x", x, rng, **rows3)
     shape = (*lead, 1, dim) if case.rank == 3 else (*lead, dim)
+    if case.tables != "per_token":
+        table_rows = int(rng.integers(1, 10))
+        shape = (table_rows, dim if case.tables == "full" else dim // 2)
+        positions = rng.integers(0, table_rows, tokens).astype(rng.choice([np.int32, np.int64]))
+        a["positions"] = place(built, "positions", positions, rng, **vector)
     once = case.strided == "padded" and batches > 0  # one table for all batches, by stride 0
     for name, table in zip(("cos", "sin"), draw.tables((1, *shape[1:]) if once else shape)):
         a[name] = place(built, name, narrow(table, output), rng, **rows)

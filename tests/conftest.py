@@ -7,7 +7,7 @@ import kvquant
 import pytest
 from cases import PAIRS
 
-CLAUSES = [f"C{n}" for n in range(1, 9)] + [f"I{n}" for n in range(1, 10)]
+CLAUSES = [f"C{n}" for n in range(1, 9)] + [f"I{n}" for n in range(1, 11)]
 # The tests that may be skipped, one a line, each with its reason after a space.
 MAY_SKIP = [line.split(maxsplit=1)[0] for line in Path(__file__).with_name("skips.txt").read_text().splitlines() if line]
 CELLS = Counter()  # (clause, isa, pair) -> how many tests compared compiled calls

@@ -50,6 +50,7 @@ const char* vendor_rule(std::int64_t rule) {
     case VendorRule::padding: return "None";
     case VendorRule::duplicates: return "False";
     case VendorRule::scale_shape: return "shape [Nkv, D] or [Nkv*D]";
+    case VendorRule::positions: return "cos and sin of each token instead";
   }
   return "";
 }
@@ -102,9 +103,9 @@ void add_isa(Line& line, const Status& status) {
 const char* name(Argument argument) noexcept {
   static const char* const names[] = {"x",           "cos",         "sin",          "k_cache",          "v_cache",
                                       "indices",     "scale_k",     "scale_v",      "offset_k",         "offset_v",
-                                      "weight_scale", "activation_scale", "bias",   "q",                "k",
-                                      "v",           "q_source",    "k_source",     "v_source",         "size_splits",
-                                      "cache_mode",  "numerics",    "padding_index", "allow_duplicates", "isa",
+                                      "weight_scale", "activation_scale", "bias",   "positions",        "q",
+                                      "k",           "v",           "q_source",     "k_source",         "v_source",
+                                      "size_splits", "cache_mode",  "numerics",    "padding_index", "allow_duplicates", "isa",
                                       "workspace",   "call"};
   return names[static_cast<int>(argument)];
 }
@@ -138,6 +139,9 @@ std::size_t message(const Status& status, char* buffer, std::size_t capacity) no
     case Code::too_few: line.add("axis %d: expected at least %" PRId64 ", got %" PRId64, status.axis, expected, got); break;
     case Code::too_large: line.add("its extent in bytes is too large"); break;
     case Code::scale_shape: line.add("expected shape [Nkv, D], [Nkv*D], [Nkv, 1], [1] or []"); break;
+    case Code::table_shape:
+      line.add("expected a table [P, D] or [P, D/2] with D = %" PRId64 ", got %" PRId64 " on the last axis", expected, got);
+      break;
     case Code::head_dim: line.add("expected an even head size D of at least 2 on the last axis, got %" PRId64, got); break;
     case Code::heads: line.add("expected at least one head (Nkv) on axis 2, got %" PRId64, got); break;
     case Code::unit_stride:
@@ -149,7 +153,8 @@ std::size_t message(const Status& status, char* buffer, std::size_t capacity) no
     case Code::scale: line.add("expected a finite, non-zero float32, got %s", float_class(got)); break;
     case Code::offset: line.add("expected a finite float32, got %s", float_class(got)); break;
     case Code::index:
-      if (expected > 0) line.add("expected 0 <= index < %" PRId64 ", got %" PRId64, expected, got);
+      if (status.argument == Argument::positions) line.add("expected 0 <= position < %" PRId64 ", got %" PRId64, expected, got);
+      else if (expected > 0) line.add("expected 0 <= index < %" PRId64 ", got %" PRId64, expected, got);
       else line.add("expected no index (S tokens do not fit into the cache's axis 1), got %" PRId64, got);
       break;
     case Code::duplicate: line.add("expected unique indices, got %" PRId64 " as at position %" PRId64, got, expected); break;

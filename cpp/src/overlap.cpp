@@ -134,9 +134,11 @@ bool share_memory(const View& a, const View& b) noexcept {
 View resized(const Plan& plan, Argument argument, std::int64_t batch, std::int64_t sequence) noexcept {
   View view = plan.operands[argument];
   switch (argument) {
-    case Argument::x:
     case Argument::cos:
     case Argument::sin:
+      if (plan.operands[Argument::positions].dtype != DType::none) break;  // tables: no token axes
+      [[fallthrough]];
+    case Argument::x:
     case Argument::q:
     case Argument::k:
     case Argument::v:
@@ -146,6 +148,7 @@ View resized(const Plan& plan, Argument argument, std::int64_t batch, std::int64
       view.shape[0] = batch;
       if (plan.three_d) view.shape[1] = sequence;
       break;
+    case Argument::positions:
     case Argument::activation_scale: view.shape[0] = batch * sequence; break;
     case Argument::indices: view.shape[0] = plan.options.cache_mode == CacheMode::page ? batch * sequence : batch; break;
     default: break;

@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::int64_t set_of(DType dtype) { return std::int64_t{1} << static_cast<int>(dtype); }
 constexpr std::int64_t kFloats = set_of(DType::float16) | set_of(DType::bfloat16) | set_of(DType::float32);
+constexpr std::int64_t kIndexTypes = set_of(DType::int32) | set_of(DType::int64);
 
 // So that sums and byte counts of columns can't overflow.
 constexpr std::int64_t kMostColumns = std::int64_t{1} << 40;
@@ -58,6 +59,7 @@ class Planner {
   Status check_caches();
   Status check_source();
   Status check_rotation() const;
+  Status check_table(Argument argument) const;
   Status check_indices() const;
   Status check_outputs();
   Status check_scales() const;
@@ -158,17 +160,32 @@ Status Planner::check_source() {
 }
 
 Status Planner::check_rotation() const {
+  const View& cos = at(Argument::cos);
   for (const Argument argument : {Argument::cos, Argument::sin}) {
-    if (Status s = check_dtype(argument, at(argument), set_of(at(Argument::cos).dtype))) return s;
-    if (Status s = check_tokens(argument, plan_.three_d ? 1 : -1, plan_.dim)) return s;
+    if (Status s = check_dtype(argument, at(argument), set_of(cos.dtype))) return s;
+    if (Status s = given(Argument::positions) ? check_table(argument) : check_tokens(argument, plan_.three_d ? 1 : -1, plan_.dim))
+      return s;
   }
+  if (!given(Argument::positions)) return {};
+  if (Status s = check_dtype(Argument::positions, at(Argument::positions), kIndexTypes)) return s;
+  return check_shape(Argument::positions, at(Argument::positions), Layout::vector, 1, plan_.batch * plan_.sequence);
+}
+
+// I10: [P,D] or [P,D/2], sin as cos.
+Status Planner::check_table(Argument argument) const {
+  const View &view = at(argument), &cos = at(Argument::cos);
+  if (Status s = check_shape(argument, view, Layout::unit_stride, 2, -1, -1)) return s;
+  if (view.shape[1] != plan_.dim && view.shape[1] != plan_.dim / 2)
+    return fault(Code::table_shape, argument, view.shape[1], plan_.dim);
+  for (int i = 0; i < 2; ++i)
+    if (view.shape[i] != cos.shape[i]) return fault(Code::shape, argument, view.shape[i], cos.shape[i], i);
   return {};
 }
 
 Status Planner::check_indices() const {
   const View& view = at(Argument::indices);
   const bool page = plan_.options.cache_mode == CacheMode::page;
-  if (Status s = check_dtype(Argument::indices, view, set_of(DType::int32) | set_of(DType::int64))) return s;
+  if (Status s = check_dtype(Argument::indices, view, kIndexTypes)) return s;
   if (Status s = check_shape(Argument::indices, view, Layout::vector, 1, page ? plan_.batch * plan_.sequence : plan_.batch))
     return s;
   if (!page && at(Argument::k_cache).shape[0] < plan_.batch)
@@ -265,6 +282,7 @@ Status Planner::check_vendor() const {
   if (plan_.dim % 16) return refuse(Argument::k_cache, VendorRule::d_multiple, plan_.dim);
   if (given(Argument::offset_k) != given(Argument::offset_v))
     return refuse(given(Argument::offset_k) ? Argument::offset_v : Argument::offset_k, VendorRule::lone_offset, 0);
+  if (given(Argument::positions)) return refuse(Argument::positions, VendorRule::positions, at(Argument::positions).shape[0]);
   if (plan_.options.skip_padding) return refuse(Argument::padding_index, VendorRule::padding, -1);
   if (plan_.options.allow_duplicates) return refuse(Argument::allow_duplicates, VendorRule::duplicates, 1);
   for (const Argument argument : {Argument::k_cache, Argument::v_cache, Argument::q, Argument::k, Argument::v})

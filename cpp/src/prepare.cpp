@@ -1,5 +1,5 @@
-// prepare: reads every index, scale and offset once, checks it, and turns layouts, padding and duplicates into one pointer
-// per token and cache. After it nothing can fail (I4).
+// prepare: reads every index, position, scale and offset once, checks it, and turns layouts, padding and duplicates into one
+// pointer per token and cache. After it nothing can fail (I4).
 #include <cstring>
 
 #include "check.hpp"
@@ -20,7 +20,7 @@ constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;
 
 // Byte offsets of the workspace's pieces.
 struct Layout {
-  std::size_t per_channel, weight_scale, bias, k_rows, v_rows, slots, bytes;
+  std::size_t per_channel, weight_scale, bias, k_rows, v_rows, cos_rows, sin_rows, slots, bytes;
   std::uint32_t slot_mask;  // slots - 1, a power of two of at least twice the tokens; 0: no table needed
 };
 
@@ -39,6 +39,10 @@ Layout layout_of(const Plan& plan, std::int64_t tokens) {
   layout.bias = take(columns * sizeof(float));
   layout.k_rows = take(rows);
   layout.v_rows = take(rows);
+  if (plan.operands[Argument::positions].dtype != DType::none) {
+    layout.cos_rows = take(rows);
+    layout.sin_rows = take(rows);
+  }
   if (plan.options.cache_mode == CacheMode::page && tokens > 1) {
     std::uint32_t slots = 4;
     while (slots < 2 * static_cast<std::uint32_t>(tokens)) slots *= 2;
@@ -57,6 +61,7 @@ class Preparer {
   Status check_memory() const;
   Status pack_scales();
   void pack_columns();
+  Status resolve_positions();
   Status resolve_rows();
   void choose_stores();
   const Layout& layout() const { return layout_; }
@@ -66,6 +71,7 @@ class Preparer {
   Status pack_channels(Argument argument, bool is_scale, float* out) const;
   template <class Index> Status resolve_page();
   template <class Index> Status resolve_contiguous();
+  template <class Index> Status resolve_tables();
   Status resolve_duplicates(std::int64_t tokens);
 
   std::int8_t** k_rows() const { return reinterpret_cast<std::int8_t**>(workspace_ + layout_.k_rows); }
@@ -166,6 +172,33 @@ void Preparer::pack_columns() {
     }
   out_.weight_scale = reinterpret_cast<const float*>(weight_scale);
   out_.bias = bias;
+}
+
+// I10: where cos and sin are tables, the row of each token.
+Status Preparer::resolve_positions() {
+  out_.cos_rows = out_.sin_rows = nullptr;
+  if (!given(Argument::positions)) return {};
+  const bool wide = plan_.operands[Argument::positions].dtype == DType::int64;
+  return wide ? resolve_tables<std::int64_t>() : resolve_tables<std::int32_t>();
+}
+
+template <class Index>
+Status Preparer::resolve_tables() {
+  const View &cos = plan_.operands[Argument::cos], &sin = plan_.operands[Argument::sin];
+  const auto *const cos_base = static_cast<const char*>(call_[Argument::cos]),
+             *const sin_base = static_cast<const char*>(call_[Argument::sin]);
+  auto *const cos_row = reinterpret_cast<const char**>(workspace_ + layout_.cos_rows),
+       *const sin_row = reinterpret_cast<const char**>(workspace_ + layout_.sin_rows);
+  const std::int64_t stride = plan_.operands[Argument::positions].strides[0], limit = cos.shape[0];
+  for (std::int64_t t = 0; t < tokens_; ++t) {
+    const std::int64_t position = read<Index>(call_[Argument::positions], t * stride);
+    if (position < 0 || position >= limit) return fault(Code::index, Argument::positions, position, limit, -1, t);
+    cos_row[t] = cos_base + position * cos.strides[0];
+    sin_row[t] = sin_base + position * sin.strides[0];
+  }
+  out_.cos_rows = cos_row;
+  out_.sin_rows = sin_row;
+  return {};
 }
 
 Status Preparer::resolve_rows() {
@@ -340,6 +373,7 @@ Status prepare(const Plan& plan, const Call& call, void* workspace, std::size_t 
     status = fault(Code::workspace, Argument::workspace, static_cast<std::int64_t>(workspace_bytes), static_cast<std::int64_t>(needed));
   if (!status) status = preparer.check_memory();
   if (!status) status = preparer.pack_scales();
+  if (!status) status = preparer.resolve_positions();
   if (!status) status = preparer.resolve_rows();
   if (!status && plan.integer_x) preparer.pack_columns();
   if (status) return status;

@@ -23,11 +23,12 @@ class PartRun {
   const Stream& stream_;
   Part part_{};
   std::int8_t* const* rows_ = nullptr;
+  const char *const *cos_rows_, *const *sin_rows_;
   char* out_;
 };
 
 PartRun::PartRun(const Plan& plan, const Prepared& prepared, int index)
-    : plan_(plan), call_(prepared.call), stream_(plan.streams[index]) {
+    : plan_(plan), call_(prepared.call), stream_(plan.streams[index]), cos_rows_(prepared.cos_rows), sin_rows_(prepared.sin_rows) {
   part_.heads = stream_.heads;
   part_.dim = plan.dim;
   const View& cos = plan.operands[Argument::cos];
@@ -70,12 +71,14 @@ class Cursor {
 };
 
 std::int64_t PartRun::run(std::int64_t first, std::int64_t count, std::int64_t b, std::int64_t s) const {
-  const View &cos_view = plan_.operands[Argument::cos], &sin_view = plan_.operands[Argument::sin];
   const std::int64_t length = call_.sequence;
-  const auto stride = [&](const View& view) { return plan_.three_d ? view.strides[1] : 0; };
+  const auto rotation = [&](Argument argument) {
+    const std::int64_t* strides = plan_.operands[argument].strides;
+    return cos_rows_ ? Cursor(nullptr, 0, 0, length, b, s)  // tables: prepare has found the rows
+                     : Cursor(call_[argument], strides[0], plan_.three_d ? strides[1] : 0, length, b, s);
+  };
   Cursor x(static_cast<const char*>(call_[stream_.argument]) + stream_.origin, stream_.batch, stream_.sequence, length, b, s);
-  Cursor cos(call_[Argument::cos], cos_view.strides[0], stride(cos_view), length, b, s);
-  Cursor sin(call_[Argument::sin], sin_view.strides[0], stride(sin_view), length, b, s);
+  Cursor cos = rotation(Argument::cos), sin = rotation(Argument::sin);
   Cursor out(out_, out_ ? stream_.out_batch : 0, out_ ? stream_.out_sequence : 0, length, b, s);
   const std::int64_t activation_stride = plan_.operands[Argument::activation_scale].strides[0];
   const void* const activation_scale = plan_.integer_x ? call_[Argument::activation_scale] : nullptr;
@@ -84,7 +87,7 @@ std::int64_t PartRun::run(std::int64_t first, std::int64_t count, std::int64_t b
   for (std::int64_t t = first; t < first + count; ++t) {
     std::int8_t* const row = rows_ ? rows_[t] : nullptr;
     (row ? cached[cached_count++] : uncached[uncached_count++]) = {
-        x.get(), cos.get(), sin.get(), const_cast<char*>(out.get()), row,
+        x.get(), cos_rows_ ? cos_rows_[t] : cos.get(), sin_rows_ ? sin_rows_[t] : sin.get(), const_cast<char*>(out.get()), row,
         activation_scale ? read<float>(activation_scale, t * activation_stride) : 1.0f};
     const bool last = ++s == length;
     if (last) s = 0;

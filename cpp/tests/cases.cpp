@@ -32,6 +32,7 @@ std::string describe(const Case& c) {
   s += c.mode == CacheMode::page ? " page C2=" + number(c.page_rows) : std::string(" contiguous");
   s += c.numerics == kvquant::Numerics::ascend ? " ascend" : " fp32";
   s += std::string(c.kv_output ? " kv_output" : "") + (c.padding ? " padding" : "") + (c.duplicates ? " duplicates" : "");
+  s += c.tables == Case::Tables::full ? " positions" : c.tables == Case::Tables::half ? " positions half-width" : "";
   s += std::string(" bias=") + name_of(c.bias) + " index=" + name_of(c.index);
   s += std::string(c.activation_scale ? " activation_scale" : "") + (c.offset_k ? " offset_k" : "") + (c.offset_v ? " offset_v" : "");
   s += " scale_shapes=";
@@ -112,12 +113,25 @@ struct Builder {
   void tables() {
     Spread spread = input_spread();
     if (c.input_layout == InputLayout::shared) over_tokens(spread.repeated);
+    const std::int64_t table_rows = 1 + random.below(9);
+    if (c.tables != Case::Tables::per_token) {  // axis 1 is not S but D
+      spread.gap[1] = 0;
+      spread.order[0] = 0;
+      spread.order[1] = 1;
+      spread.reversed[1] = spread.repeated[1] = false;
+    }
     for (Argument argument : {Argument::cos, Argument::sin}) {
-      if (argument == Argument::sin) make_uneven(spread, 1, c.three_d ? 2 : 1);
+      if (argument == Argument::sin) make_uneven(spread, 1, c.three_d && c.tables == Case::Tables::per_token ? 2 : 1);
       const auto inner = c.three_d ? std::vector<std::int64_t>{1, c.dim} : std::vector<std::int64_t>{c.dim};
-      a[argument] = arena.view(kvquant::name(argument), c.out, shape(inner), spread, c.placement);
+      const std::vector<std::int64_t> table{table_rows, c.tables == Case::Tables::half ? c.dim / 2 : c.dim};
+      const auto rows = c.tables == Case::Tables::per_token ? shape(inner) : table;
+      a[argument] = arena.view(kvquant::name(argument), c.out, rows, spread, c.placement);
       fill_floats(a[argument], c.values, 1.0f, random);
     }
+    if (c.tables == Case::Tables::per_token) return;
+    const View& view = a[Argument::positions] = vector(Argument::positions, c.position, {c.batch * c.sequence});
+    for (std::int64_t t = 0; t < c.batch * c.sequence; ++t)  // the first and the last row, which the guard pages are next to
+      put_bits(element(view, t), c.position, static_cast<std::uint64_t>(t < 2 ? t * (table_rows - 1) : random.below(table_rows)));
   }
 
   View vector(Argument argument, DType dtype, std::vector<std::int64_t> shape) {

@@ -51,6 +51,8 @@ struct Case {
   kvquant::Numerics numerics = kvquant::Numerics::fp32;
   bool kv_output = false, padding = false, duplicates = false;
   kvquant::DType bias = kvquant::DType::none, index = kvquant::DType::int32;
+  enum class Tables { per_token, full, half } tables = Tables::per_token;  // full, half: [P,D], [P,D/2] and positions
+  kvquant::DType position = kvquant::DType::int32;
   bool activation_scale = false, offset_k = false, offset_v = false;
   ScaleShape scale_shape[4] = {};  // scale_k, scale_v, offset_k, offset_v
   CacheLayout cache_layout = CacheLayout::contiguous;

@@ -201,6 +201,15 @@ struct Problem {
   }
   float step(float value) const { return ascend() ? from_float16(to_float16(value)) : value; }
 
+  // Element d of the token's cos or sin: I10 with positions, else one row per token.
+  char* table_element(const View& table, std::int64_t b, std::int64_t s, std::int64_t d) const {
+    const View& view = operands[Argument::positions];
+    if (!given(view)) return three_d ? address(table, b, s, 0, d) : address(table, b, d);
+    const char* p = address(view, b * sequence + s);
+    const std::int64_t position = view.dtype == DType::int32 ? load<std::int32_t>(p) : load<std::int64_t>(p);
+    return address(table, position, table.shape[1] == dim ? d : d % (dim / 2));
+  }
+
   // C4 and C7.
   float rotated(int part, std::int64_t b, std::int64_t s, std::int64_t head, std::int64_t d) const {
     const std::int64_t half = dim / 2, other = d < half ? d + half : d - half;
@@ -208,8 +217,8 @@ struct Problem {
     const float mate = step(dequantized(part, b, s, head, other));
     const View& cos_view = operands[Argument::cos];
     const View& sin_view = operands[Argument::sin];
-    const float cos = load_float(cos_view.dtype, three_d ? address(cos_view, b, s, 0, d) : address(cos_view, b, d));
-    const float sin = load_float(sin_view.dtype, three_d ? address(sin_view, b, s, 0, d) : address(sin_view, b, d));
+    const float cos = load_float(cos_view.dtype, table_element(cos_view, b, s, d));
+    const float sin = load_float(sin_view.dtype, table_element(sin_view, b, s, d));
     const float straight = step(self * cos);
     const float crossed = step(mate * sin);
     return d < half ? step(straight - crossed) : step(straight + crossed);

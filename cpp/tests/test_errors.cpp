@@ -30,7 +30,7 @@ struct Call {
 };
 using Plant = std::function<void(Call&)>;
 
-enum class Base { page, contiguous, sources, floats };
+enum class Base { page, contiguous, sources, floats, tables };
 // int32 -> float16, B=2, S=3, Nq=4, Nkv=2, D=16 (H=128): also inside the vendor's limits.
 void make(Base base, Call& call) {
   Case c;
@@ -44,6 +44,7 @@ void make(Base base, Call& call) {
   c.mode = base == Base::contiguous ? CacheMode::contiguous : CacheMode::page;
   c.packed = base != Base::sources;
   if (base == Base::floats) c.x = c.out = DType::float32;
+  if (base == Base::tables) c.tables = Case::Tables::half, c.position = DType::int64;
   build(c, call.arena, call.a, call.o);
   if (base != Base::contiguous)
     for (int t = 0; t < 6; ++t) put_bits(element(call.a[Argument::indices], t), DType::int32, static_cast<std::uint64_t>(t));
@@ -218,6 +219,30 @@ std::vector<Fault> faults() {
   add("no rows (F15)", Base::page, all({shape(A::k_cache, 1, 0), shape(A::v_cache, 1, 0)}), {Code::too_few}, {A::k_cache});
   add("duplicate", Base::page, wide_index(5, 2), {Code::duplicate}, {A::indices}, 5);
   add("duplicate beside padding", Base::page, all({wide_index(5, 0), [](Call& c) { c.o.skip_padding = true; }}), {Code::duplicate}, {A::indices}, 5);
+
+  // I10: tables of at most 9 rows of D/2 = 8 columns, int64 positions.
+  add("null", Base::tables, null(A::positions), {Code::missing}, {A::positions});
+  for (DType d : {DType::boolean, DType::int16, DType::uint32, DType::uint64, DType::float32, DType::other})
+    add("dtype", Base::tables, dtype(A::positions, d), {Code::dtype}, {A::positions});
+  for (std::int32_t n : {-1, 0, 2, 5}) add("ndim", Base::tables, ndim(A::positions, n), {Code::ndim}, {A::positions});
+  for (std::int64_t n : {0, 1, 5, 7, -1}) add("length", Base::tables, shape(A::positions, 0, n), {Code::shape}, {A::positions});
+  for (A arg : {A::cos, A::sin}) {
+    for (std::int32_t n : {-1, 1, 3, 4, 5}) add("table ndim", Base::tables, ndim(arg, n), {Code::ndim}, {arg});
+    for (std::int64_t n : {std::int64_t{0}, std::int64_t{4}, std::int64_t{7}, std::int64_t{15}, std::int64_t{32}, INT64_MAX})
+      add("table width", Base::tables, shape(arg, 1, n), {Code::table_shape}, {arg});
+    add("table width", Base::tables, shape(arg, 1, -8), {Code::shape}, {arg});
+    add("unit stride", Base::tables, stride(arg, 1, 4), {Code::unit_stride}, {arg});
+  }
+  add("tables differ", Base::tables, shape(A::sin, 1, 16), {Code::shape}, {A::sin});
+  add("tables differ", Base::tables, shape(A::sin, 0, 10), {Code::shape}, {A::sin});
+  add("rows of each token with positions", Base::page, [](Call& c) { c.a[A::positions] = c.a[A::indices]; }, {Code::ndim},
+      {A::cos});
+  for (int i : {0, 3, 5})
+    for (std::int64_t value : {std::int64_t{-1}, std::int64_t{9}, std::int64_t{1} << 31, (std::int64_t{1} << 32) + 1, INT64_MIN,
+                               INT64_MAX})
+      add("position (F21)", Base::tables, bits(A::positions, i, static_cast<std::uint64_t>(value)), {Code::index}, {A::positions}, i);
+  add("no table rows", Base::tables, all({shape(A::cos, 0, 0), shape(A::sin, 0, 0)}), {Code::index}, {A::positions}, 0);
+  for (A arg : {A::cos, A::sin, A::positions}) add("an input inside q", Base::tables, alias(arg, A::q), {Code::overlap}, {A::q});
 
   add("cache_mode", Base::page, [](Call& c) { c.o.cache_mode = static_cast<CacheMode>(2); }, {Code::option}, {A::cache_mode});
   add("numerics", Base::page, [](Call& c) { c.o.numerics = static_cast<kvquant::Numerics>(-1); }, {Code::option}, {A::numerics});

@@ -53,6 +53,8 @@ TEST_CASE("guard pages: nothing is read or written beyond an operand's ends") {
           c.output_layout = static_cast<OutputLayout>(random.below(kOutputLayouts));
           c.strided_vectors = random.chance(30);
           c.uneven = random.chance(50);
+          c.tables = random.pick({Case::Tables::per_token, Case::Tables::full, Case::Tables::half});
+          c.position = random.chance(50) ? DType::int32 : DType::int64;
           ++cases;
           const std::string mismatch = compare(c);
           if (!mismatch.empty()) FAIL(mismatch);

@@ -111,6 +111,9 @@ TEST_CASE("vendor limits: each rule refuses what works without them") {
   c = vendor_case();
   c.duplicates = true;
   expect("duplicates", c, Code::vendor, VendorRule::duplicates);
+  c = vendor_case();
+  c.tables = Case::Tables::full;
+  expect("positions", c, Code::vendor, VendorRule::positions);
   for (int i = 0; i < 4; ++i)
     for (ScaleShape shape : {ScaleShape::heads_one, ScaleShape::one, ScaleShape::scalar}) {
       c = vendor_case();

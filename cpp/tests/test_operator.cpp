@@ -75,6 +75,8 @@ Case draw(Pair pair, std::int64_t dim, std::int64_t tokens, CacheLayout layout, 
   c.uneven = random.chance(60);
   c.misalign = random.chance(50) ? 0 : static_cast<int>(random.below(64));
   c.values = random.pick({Values::plain, Values::special, Values::ties});
+  c.tables = random.pick({Case::Tables::per_token, Case::Tables::full, Case::Tables::half});
+  c.position = random.chance(50) ? DType::int32 : DType::int64;
   return c;
 }
 
@@ -83,16 +85,17 @@ class Coverage {
  public:
   void add(const Case& c) {
     const int v[kOptions] = {static_cast<int>(c.bias), c.offset_k, c.offset_v, c.activation_scale, static_cast<int>(c.numerics),
-                             c.kv_output, static_cast<int>(c.mode), c.padding, c.duplicates, c.packed, c.three_d};
+                             c.kv_output, static_cast<int>(c.mode), c.padding, c.duplicates, c.packed, c.three_d,
+                             static_cast<int>(c.tables)};
     for (int i = 0; i < kOptions; ++i)
       for (int j = 0; j < i; ++j) seen_.insert(((i * kOptions + j) * 8 + v[i]) * 8 + v[j]);
   }
   std::size_t count() const { return seen_.size(); }
-  // 10 two-valued options and bias with 5 values, absent or without effect for float x but still drawn.
-  static std::size_t all() { return 45 * 4 + 10 * 10; }
+  // 10 two-valued options, tables with 3 values and bias with 5, absent or without effect for float x but still drawn.
+  static std::size_t all() { return 45 * 4 + 10 * 2 * (3 + 5) + 3 * 5; }
 
  private:
-  static constexpr int kOptions = 11;
+  static constexpr int kOptions = 12;
   std::set<int> seen_;
 };
 

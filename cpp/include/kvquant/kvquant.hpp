@@ -58,6 +58,7 @@ enum class Argument : std::int32_t {
   weight_scale,
   activation_scale,
   bias,
+  positions,
   q,
   k,
   v,
@@ -88,8 +89,9 @@ struct View {
 
 // The operands of one call. x is packed [B,S,H] or [B,H]; instead of x, three sources may be given:
 // q_source [B,S,Nq,D] or [B,Nq,D], k_source and v_source [B,S,Nkv,D] or [B,Nkv,D]. weight_scale and bias stay [H] in the
-// order q, k, v. q, k and v may be absent when the plan is made: it then assumes contiguous arrays of its B and S, and the
-// call brings their pointers. Shapes and dtypes of all operands: the table in docs/contract.md.
+// order q, k, v. With positions [B*S], cos and sin are tables [P,D] or [P,D/2] and token t takes row positions[t] (I10); without,
+// they have one row per token. q, k and v may be absent when the plan is made: it then assumes contiguous arrays of its B and S, and
+// the call brings their pointers. Shapes and dtypes of all operands: the table in docs/contract.md.
 struct Operands {
   std::size_t size = sizeof(Operands);
   View view[kOperandCount];
@@ -122,6 +124,7 @@ enum class Code : std::int32_t {
   too_few,          // axis, got, expected: the cache is empty or shorter than the batch
   too_large,        // shape times stride overflows
   scale_shape,      // scale or offset is none of [Nkv,D], [Nkv*D], [Nkv,1], [1], []
+  table_shape,      // with positions: cos or sin is neither [P,D] nor [P,D/2]; got: its last axis, expected: D
   head_dim,         // D is odd or zero
   heads,            // Nkv is zero
   unit_stride,      // axis: the last axis must have unit stride; got: stride in bytes, expected: item size
@@ -130,7 +133,7 @@ enum class Code : std::int32_t {
   read_only,        // a written operand is read-only
   scale,            // position; got: float32 bits of a scale that is zero or not finite
   offset,           // position; got: float32 bits of an offset that is not finite
-  index,            // position, got; expected: the exclusive limit
+  index,            // of indices or positions; position, got; expected: the exclusive limit
   duplicate,        // position, got: the index; expected: the earlier position
   option,           // got: the value of the option
   unexpected,       // k or v given without kv_output
@@ -141,7 +144,9 @@ enum class Code : std::int32_t {
   workspace,        // got: bytes given; expected: bytes needed, 64-byte aligned
 };
 
-enum class VendorRule : std::int32_t { h_limit, h_multiple, d_multiple, lone_offset, strided, padding, duplicates, scale_shape };
+enum class VendorRule : std::int32_t {
+  h_limit, h_multiple, d_multiple, lone_offset, strided, padding, duplicates, scale_shape, positions
+};
 
 struct Status {
   Code code = Code::ok;
@@ -224,6 +229,7 @@ struct Prepared {
   const void* bias = nullptr;           // [H], int32 or float32
   bool stream_out = false, stream_rows = false;  // non-temporal stores for outputs, for cache rows
   std::int8_t *const *k_rows = nullptr, *const *v_rows = nullptr;  // per token: its cache row; null: not cached
+  const char *const *cos_rows = nullptr, *const *sin_rows = nullptr;  // per token: its row of the tables; null without positions
 };
 
 // Checks metadata (dtypes, shapes, strides, options). On error `plan` is unspecified. Reads no data, writes only `plan`.
