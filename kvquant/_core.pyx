@@ -539,18 +539,31 @@ cdef class Plan:
         check_plan(&r)
         return execute(&r)
 
+    def __copy__(self):
+        return self  # nothing of a plan can change
+
+    def __reduce__(self):
+        raise TypeError("a Plan refers to the memory of its operands and can be neither pickled nor deep-copied; make a new one")
+
     def describe(self):
-        """One readable paragraph: ISA, shapes, dtypes, cache mode, threads and the bytes of one call."""
+        """One readable paragraph: shapes and dtypes, the path of a token, ISA, threads and the bytes of one run."""
         cdef int64_t tokens = self.bound.plan.batch * self.bound.plan.sequence, kv = self.bound.plan.heads_kv * self.bound.plan.dim
         cdef int64_t q = self.bound.plan.heads_q * self.bound.plan.dim
         x, cos, k_cache, isa = self.given[0], self.given[1], self.given[3], self.given[15]
-        read = tokens * ((q + 2 * kv) * x.dtype.itemsize + 2 * self.bound.plan.dim * cos.dtype.itemsize)
+        cdef const Options* options = &self.bound.plan.options
+        read = tokens * ((q + 2 * kv) * x.dtype.itemsize + 2 * cos.shape[cos.ndim - 1] * cos.dtype.itemsize)
         written = tokens * ((q + (2 * kv if self.bound.plan.options.kv_output else 0)) * cos.dtype.itemsize + 2 * kv)
-        mode = "page" if self.bound.plan.options.cache_mode == CacheMode.page else "contiguous"
-        return (f"kvquant plan: {x.dtype} x to {cos.dtype}, B={self.bound.plan.batch} S={self.bound.plan.sequence} "
-                f"Nq={self.bound.plan.heads_q} Nkv={self.bound.plan.heads_kv} D={self.bound.plan.dim}, {mode} cache {list(k_cache.shape)}, "
-                f"isa {isa or active()}, threads {self.bound.threads or 'auto'}; a run reads {read} bytes of x, cos and sin "
-                f"and writes {written} bytes")
+        mode = "page" if options.cache_mode == CacheMode.page else "contiguous"
+        bias = f"{self.given[12].dtype} bias" if self.bound.plan.integer_x and self.given[12] is not None else "no bias"
+        path = [f"dequantise with {bias}"] if self.bound.plan.integer_x else []
+        path += ["rotate by rows of each token" if self.given[13] is None else "rotate by rows of tables at positions",
+                 f"quantise ({'ascend' if options.numerics == Numerics.ascend else 'fp32'} numerics)",
+                 f"{mode} cache {list(k_cache.shape)}" + (" except index -1" if options.skip_padding else "")]
+        return (f"kvquant plan: {x.dtype} x to {cos.dtype} {'q, k and v' if options.kv_output else 'q'}, "
+                f"B={self.bound.plan.batch} S={self.bound.plan.sequence} Nq={self.bound.plan.heads_q} "
+                f"Nkv={self.bound.plan.heads_kv} D={self.bound.plan.dim}; path: {', '.join(path)}; "
+                f"isa {isa or active()}, threads {self.bound.threads or 'auto'}; "
+                f"a run reads {read} bytes of x, cos and sin and writes {written} bytes")
 
 
 def plan(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None, offset_v=None,

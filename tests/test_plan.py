@@ -1,5 +1,7 @@
 """kvquant.plan: metadata checked once, values read anew by each run, operands given to run held for that run only."""
 
+import copy
+import pickle
 import threading
 
 import kvquant
@@ -165,6 +167,31 @@ def test_plan_raises_errors_of_metadata():
     ):
         with pytest.raises(error, match=pattern):
             kvquant.plan(**{**build(Case(**CASE)).arguments, **change})
+
+
+def test_describe():
+    built = build(Case(**CASE))
+    text = planned(built, "scalar").describe()
+    for part in ("int32 x to float16 q, k and v", "B=9 S=1 Nq=4 Nkv=2 D=34", "float32 bias", "rows of each token", "fp32 numerics",
+                 "page cache", "isa scalar", "threads auto"):  # fmt: skip
+        assert part in text, text
+    row = 8 * 34
+    assert f"reads {9 * (row * 4 + 2 * 34 * 2)} bytes" in text and f"writes {9 * (row * 2 + 2 * 2 * 34)} bytes" in text
+    built = build(Case(**CASE | {"bias": None, "tables": "half", "padding": True, "kv_output": False, "cache_mode": "contiguous"}))
+    text = kvquant.plan(**built.arguments).describe()
+    for part in ("float16 q,", "no bias", "tables at positions", "contiguous cache", "except index -1",
+                 f"isa {kvquant.isa.active()}"):  # fmt: skip
+        assert part in text, text
+    assert f"reads {9 * (row * 4 + 34 * 2)} bytes" in text
+
+
+def test_copies():
+    """A plan cannot change, so that a copy is the plan; it refers to memory, which a pickle or a deep copy cannot."""
+    plan = planned(build(Case(**CASE)), None)
+    assert copy.copy(plan) is plan
+    for refuse in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="Plan refers to the memory of its operands"):
+            refuse(plan)
 
 
 def test_one_plan_on_many_threads(isa):
