@@ -11,9 +11,10 @@ __path__.append(str(_installed.locate_file("kvquant")))
 
 from kvquant import isa, reference  # noqa: E402
 from kvquant._core import Plan, dequant_rope_quant_kvcache, plan  # noqa: E402
+from kvquant.layout import slots  # noqa: E402
 
 __version__ = _installed.version
-__all__ = ["Plan", "dequant_rope_quant_kvcache", "get_cmake_dir", "get_include", "isa", "plan", "reference"]
+__all__ = ["Plan", "dequant_rope_quant_kvcache", "get_cmake_dir", "get_include", "isa", "plan", "reference", "slots"]
 
 
 def get_include() -> str:
