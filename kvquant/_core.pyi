@@ -96,6 +96,23 @@ def plan(
     num_threads: int | None = None,
     isa: str | None = None,
 ) -> Plan: ...
+
+# For kvquant.torch, which has the types that callers see.
+def use_tensors(type_: type, is_grad_enabled: Any, increment: Any, dtypes: dict[str, Any], capsule: Any) -> bool: ...
+def tensor_call(
+    x: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, indices: Any, scale_k: Any, scale_v: Any, size_splits: Any, *,
+    offset_k: Any = None, offset_v: Any = None, weight_scale: Any = None, activation_scale: Any = None, bias: Any = None,
+    positions: Any = None, quant_mode: Any = 0, input_layout: Any = "BSND", kv_output: Any = False,
+    cache_mode: Any = "contiguous", numerics: Any = "fp32", padding_index: Any = None, allow_duplicates: Any = False,
+    vendor_limits: Any = False, num_threads: Any = None, isa: Any = None,
+) -> tuple[Any, Any, Any]: ...
+def tensor_plan(
+    x: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, indices: Any, scale_k: Any, scale_v: Any, size_splits: Any, *,
+    offset_k: Any = None, offset_v: Any = None, weight_scale: Any = None, activation_scale: Any = None, bias: Any = None,
+    positions: Any = None, quant_mode: Any = 0, input_layout: Any = "BSND", kv_output: Any = False,
+    cache_mode: Any = "contiguous", numerics: Any = "fp32", padding_index: Any = None, allow_duplicates: Any = False,
+    vendor_limits: Any = False, out: Any = None, num_threads: Any = None, isa: Any = None,
+) -> Plan: ...
 def target_names() -> list[str]: ...
 def missing_features() -> list[str | None]: ...
 def active() -> str: ...

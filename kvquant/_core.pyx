@@ -5,12 +5,13 @@
 
 Arrays are read through NumPy's C API: one typed memoryview argument would cost more than the whole argument list does.
 """
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libcpp.atomic cimport atomic, memory_order_relaxed
 cimport cython
 from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_INCREF
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 cimport numpy as cnp
@@ -115,12 +116,15 @@ cdef extern from *:
       kvquant::Plan plan;  // its operands and options are filled in place
       PyObject* arrays[kvquant::kOperandCount] = {};
       int threads = 0;  // 0: automatic
+      bool tensors = false;  // the arrays are torch tensors, and results will be
+      bool direct = false;   // the tensors did not come through PyTorch's dispatcher
     };
     """
     cdef cppclass Request "KvquantRequest":
         CorePlan plan
         PyObject* arrays[20]
         int threads
+        bint tensors, direct
 
 
 # ---- from arrays to views -------------------------------------------------------------------------------------------
@@ -200,6 +204,9 @@ cdef int raise_status(const Status& status, object given) except -1:
     raise ValueError(text)
 
 
+include "_tensor.pxi"
+
+
 # ---- options --------------------------------------------------------------------------------------------------------
 
 cdef bint flag(str argument, value) except -1:
@@ -215,7 +222,10 @@ cdef bint is_integer(value) except -1:
 
 
 cdef int set_array(Request* r, Argument argument, given) except -1:
-    fill(&r.plan.operands.view[<int>argument], given, argument)
+    if r.tensors:
+        fill_tensor(&r.plan.operands.view[<int>argument], given, argument, r.direct)
+    else:
+        fill(&r.plan.operands.view[<int>argument], given, argument)
     r.arrays[<int>argument] = <PyObject*>given
     return 0
 
@@ -379,12 +389,15 @@ cdef object output(Request* r, Call* call, Argument argument):
     if r.arrays[i] != NULL:
         call.data[i] = r.plan.operands.view[i].data
         return <object>r.arrays[i]
-    if argument == Argument.q or r.plan.options.kv_output:
-        array = empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], r.plan.operands.view[i])
-        call.data[i] = cnp.PyArray_DATA(<cnp.ndarray>array)
-        return array
-    none.ndim = 1
-    return empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], none)
+    cdef const View* view = &r.plan.operands.view[i]
+    if argument != Argument.q and not r.plan.options.kv_output:
+        none.ndim = 1
+        view = &none
+    if r.tensors:
+        return empty_tensor(<object>r.arrays[<int>Argument.cos], view[0], argument, &call.data[i])
+    array = empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], view[0])
+    call.data[i] = cnp.PyArray_DATA(<cnp.ndarray>array)
+    return array
 
 
 cdef object execute(Request* r):
@@ -424,7 +437,10 @@ cdef object execute(Request* r):
         free(workspace)
     if status.code != Code.ok:
         raise_status(status, None)
-    return (q, k, v, <object>r.arrays[<int>Argument.k_cache], <object>r.arrays[<int>Argument.v_cache])
+    result = (q, k, v, <object>r.arrays[<int>Argument.k_cache], <object>r.arrays[<int>Argument.v_cache])
+    if r.tensors:
+        increment_version(result)  # autograd then knows that what it saved of them has changed
+    return result
 
 
 def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None,
@@ -515,6 +531,7 @@ cdef class Plan:
         """
         cdef Request r
         given = self.given
+        r.tensors = r.direct = self.bound.tensors
         out = given[14] if out is None else frozen(out)
         r.plan.operands.size_splits = self.bound.plan.operands.size_splits
         r.plan.options = self.bound.plan.options
@@ -574,7 +591,16 @@ def plan(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, 
 
     Reads no values and writes nothing; errors in shapes, dtypes, strides and options are raised here.
     """
+    return make_plan_object(False, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
+                            weight_scale, activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode,
+                            numerics, padding_index, allow_duplicates, vendor_limits, out, num_threads, isa)
+
+
+cdef Plan make_plan_object(bint tensors, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
+                           weight_scale, activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode,
+                           numerics, padding_index, allow_duplicates, vendor_limits, out, num_threads, isa):
     cdef Plan result = Plan.__new__(Plan)
+    result.bound.tensors = result.bound.direct = tensors
     out = frozen(out)
     fill_request(&result.bound, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
                  weight_scale, activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics,

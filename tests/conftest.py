@@ -37,6 +37,15 @@ def pytest_runtest_makereport(item):
     return report
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """The same for a file that is skipped as a whole."""
+    report = yield
+    if report.skipped and collector.nodeid.removeprefix("tests/") not in MAY_SKIP:
+        report.outcome, report.longrepr = "failed", f"skipped, but not on the list tests/skips.txt: {report.longrepr}"
+    return report
+
+
 @pytest.fixture(scope="session")
 def executed():
     """executed("C1 I2", isa, pair): a compiled call under this ISA was compared with what these clauses demand."""
@@ -51,6 +60,8 @@ def executed():
 
 
 def pytest_terminal_summary(terminalreporter):
+    for report in terminalreporter.stats.get("skipped", []):
+        terminalreporter.write_line(f"left out: {report.nodeid}: {report.longrepr[2]}")
     if not CELLS:
         return
     terminalreporter.section("tests that compared compiled calls, by clause")
