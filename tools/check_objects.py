@@ -1,8 +1,9 @@
-"""Checks the object files of a release build: python tools/check_objects.py BUILD_DIR
+"""Checks the object files of a release build: python tools/check_objects.py BUILD_DIR EXTENSION_MODULE
 
 - A target's object defines one global symbol (its table), no weak symbol, no .init_array.
 - Objects that any CPU must be able to load and run hold no VEX or EVEX instruction.
 - Every target is compiled with exactly the ISA flags that dispatch.cpp asks the CPU for, and nothing with -march=native.
+- The shared library exports the names of the public headers and nothing else, the extension module its entry point.
 
 Needs compile_commands.json in BUILD_DIR and binutils. Exit 1 and one line per finding if something is wrong.
 """
@@ -56,7 +57,18 @@ def check_flags(target: str, command: str, needs: set[str]) -> list[str]:
     return [] if flags == wanted else [f"{target}: compiled with {sorted(flags)}, dispatched on {sorted(wanted)}"]
 
 
-def main(build: Path) -> int:
+def declared_names(header: str) -> set[str]:
+    return {name for name in re.findall(r"^KVQUANT_(?:C_)?API [^;(]*?(\w+)\(", header, re.M)}
+
+
+def check_exports(path: Path, wanted: set[str]) -> list[str]:
+    lines = run("nm", "-DC", "--defined-only", str(path)).splitlines()
+    exported = {re.sub(r"\(.*", "", line.split(maxsplit=2)[2]).removeprefix("kvquant::") for line in lines}
+    found = [f"{path.name}: exports {name}" for name in sorted(exported - wanted)]
+    return found + [f"{path.name}: does not export {name}" for name in sorted(wanted - exported)]
+
+
+def main(build: Path, extension: Path) -> int:
     source = Path(__file__).resolve().parent.parent
     needs = needs_of_targets((source / "cpp/src/dispatch.cpp").read_text())
     found, targets, baseline = [], 0, 0
@@ -73,11 +85,14 @@ def main(build: Path) -> int:
         if file.parent.name != "targets" or not needs[file.stem]:
             baseline += 1
             found += check_baseline(path)
+    headers = source / "cpp/include/kvquant"
+    public = declared_names((headers / "kvquant.h").read_text()) | declared_names((headers / "kvquant.hpp").read_text())
+    found += check_exports(build / "libkvquant.so", public) + check_exports(extension, {"PyInit__core"})
     if targets < 2 or baseline < 5:
         found.append(f"too few objects seen: {targets} of targets, {baseline} of baseline code")
-    print("\n".join(found) or f"objects: {targets} targets and {baseline} baseline objects are as they should be")
+    print("\n".join(found) or f"objects: {targets} targets and {baseline} baseline objects are as they should be, {len(public)} names exported")
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
