@@ -90,7 +90,7 @@ def main(build: Path, extension: Path) -> int:
     found += check_exports(build / "libkvquant.so", public) + check_exports(extension, {"PyInit__core"})
     if targets < 2 or baseline < 5:
         found.append(f"too few objects seen: {targets} of targets, {baseline} of baseline code")
-    print("\n".join(found) or f"objects: {targets} targets and {baseline} baseline objects are as they should be, {len(public)} names exported")
+    print("\n".join(found) or f"{targets} targets, {baseline} baseline objects, {len(public)} exports: as they should be")
     return 1 if found else 0
 
 

@@ -1,7 +1,7 @@
 // The C interface: C structures -> Operands, Options and Call; Status -> number and message. Decides nothing about the operator.
 #include "kvquant/kvquant.h"
 
-#include <cinttypes>
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -25,9 +25,11 @@ static_assert(KVQUANT_NUMERICS_FP32 == static_cast<int>(Numerics::fp32) &&
 // Touched by failures only: in a library loaded at run time a thread's first access allocates.
 thread_local char last_message[256];
 
-template <class... Values>
-kvquant_status fail(kvquant_status code, const char* format, Values... values) {
-  std::snprintf(last_message, sizeof(last_message), format, values...);
+__attribute__((format(printf, 2, 3))) kvquant_status fail(kvquant_status code, const char* format, ...) {
+  std::va_list values;
+  va_start(values, format);
+  std::vsnprintf(last_message, sizeof(last_message), format, values);
+  va_end(values);
   return code;
 }
 
@@ -51,8 +53,8 @@ kvquant_status copy_sized(const char* name, const Struct* from, std::size_t leas
   const auto* bytes = reinterpret_cast<const char*>(from);
   for (std::size_t i = sizeof(Struct); i < size; ++i)
     if (bytes[i])
-      return fail(KVQUANT_ERR_PARAM_INVALID, "%s: expected zero in the fields that this library does not know, got a value at byte %zu",
-                  name, i);
+      return fail(KVQUANT_ERR_PARAM_INVALID,
+                  "%s: expected zero in the fields that this library does not know, got a value at byte %zu", name, i);
   std::memcpy(&to, bytes, size < sizeof(Struct) ? size : sizeof(Struct));
   return KVQUANT_OK;
 }
@@ -77,8 +79,9 @@ View view_of(const kvquant_tensor& tensor) {
 int choice_of(const char* argument, const char* text, const char* first, const char* second = nullptr) {
   if (!text || std::strcmp(text, first) == 0) return 0;
   if (second && std::strcmp(text, second) == 0) return 1;
-  if (second) fail(0, "%s: expected '%s' or '%s', got '%.64s'", argument, first, second, text);
-  else fail(0, "%s: expected '%s', got '%.64s'", argument, first, text);
+  const kvquant_status code = KVQUANT_ERR_PARAM_INVALID;
+  if (second) fail(code, "%s: expected '%s' or '%s', got '%.64s'", argument, first, second, text);
+  else fail(code, "%s: expected '%s', got '%.64s'", argument, first, text);
   return -1;
 }
 
@@ -135,8 +138,8 @@ kvquant_status kvquant_dequant_rope_quant_kvcache_get_workspace_size(
   if (!workspace_size) return null_pointer("workspace_size");
   if (!size_splits) return null_pointer("size_splits");
   // In the order of Argument. That an optional one is missing where it is required is for make_plan to say.
-  const kvquant_tensor* const tensors[] = {x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v, weight_scale,
-                                           activation_scale, bias, q, k, v};
+  const kvquant_tensor* const tensors[] = {x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v,
+                                           weight_scale, activation_scale, bias, q, k, v};
   const auto required = [&](int i) {
     const auto argument = static_cast<Argument>(i);
     return i < static_cast<int>(Argument::offset_k) || argument == Argument::q ||

@@ -10,8 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "cases.hpp"
-#include "kvquant/kvquant.h"
+#include "c_call.hpp"
 #include "oracle.hpp"
 
 using namespace kvtest;
@@ -37,83 +36,6 @@ void* realloc(void* p, std::size_t size) noexcept { return ++allocations, __libc
 
 namespace {
 
-constexpr int kTensors = static_cast<int>(Argument::v) + 1;
-
-// A call of the C interface, made from the operands of a C++ call.
-struct CCall {
-  kvquant_tensor tensors[kTensors] = {};
-  bool given[kTensors] = {};
-  std::int64_t splits[3] = {};
-  const char *quant_mode = "static", *layout = "BSND", *cache_mode = "contiguous";
-  bool kv_output = false;
-  kvquant_options options{};
-  kvquant_data data{};
-  kvquant_executor* executor = nullptr;
-  std::uint64_t workspace_size = 0;
-  std::vector<unsigned char> storage;
-
-  CCall() = default;
-  CCall(const CCall&) = delete;
-  CCall& operator=(const CCall&) = delete;
-  ~CCall() { kvquant_destroy(executor); }
-
-  kvquant_tensor* at(Argument argument) {
-    const int i = static_cast<int>(argument);
-    return given[i] ? &tensors[i] : nullptr;
-  }
-  kvquant_status plan() {
-    using A = Argument;
-    kvquant_destroy(executor);
-    return kvquant_dequant_rope_quant_kvcache_get_workspace_size(
-        at(A::x), at(A::cos), at(A::sin), at(A::k_cache), at(A::v_cache), at(A::indices), at(A::scale_k), at(A::scale_v),
-        at(A::offset_k), at(A::offset_v), at(A::weight_scale), at(A::activation_scale), at(A::bias), splits, quant_mode, layout,
-        kv_output, cache_mode, at(A::q), at(A::k), at(A::v), &workspace_size, &executor, &options);
-  }
-  void* workspace() {
-    storage.assign(workspace_size + 64, 0xA5);
-    return storage.data() + (64 - reinterpret_cast<std::uintptr_t>(storage.data()) % 64) % 64;
-  }
-  kvquant_status run() {
-    void* const memory = workspace();
-    return kvquant_dequant_rope_quant_kvcache(memory, workspace_size, executor, &data);
-  }
-};
-
-// A pointer of `data` by argument.
-void* data_at(const kvquant_data& data, int argument) {
-  void* p;
-  std::memcpy(&p, reinterpret_cast<const char*>(&data.x) + sizeof(void*) * static_cast<std::size_t>(argument), sizeof p);
-  return p;
-}
-void set_data(kvquant_data& data, int argument, const void* p) {
-  std::memcpy(reinterpret_cast<char*>(&data.x) + sizeof(void*) * static_cast<std::size_t>(argument), &p, sizeof p);
-}
-
-// False if strides are not whole elements: C can't say that.
-bool convert(const Operands& operands, const Options& options, CCall& call) {
-  call.data.size = sizeof call.data;
-  for (int i = 0; i < kTensors; ++i) {
-    const View& view = operands.view[i];
-    call.given[i] = view.dtype != DType::none;
-    const std::int64_t item = view.dtype == DType::int8 ? 1 : view.dtype == DType::int64 ? 8 : view.dtype == DType::float16 || view.dtype == DType::bfloat16 ? 2 : 4;
-    kvquant_tensor& tensor = call.tensors[i];
-    tensor.dtype = static_cast<std::int32_t>(view.dtype);
-    tensor.ndim = view.ndim;
-    for (int axis = 0; axis < 4; ++axis) {
-      if (axis < view.ndim && view.strides[axis] % item) return false;
-      tensor.shape[axis] = view.shape[axis];
-      tensor.strides[axis] = axis < view.ndim ? view.strides[axis] / item : 0;
-    }
-    set_data(call.data, i, view.data);
-  }
-  std::memcpy(call.splits, operands.size_splits, sizeof call.splits);
-  call.kv_output = options.kv_output;
-  call.cache_mode = options.cache_mode == CacheMode::page ? "page" : "contiguous";
-  call.options = {sizeof(kvquant_options), options.isa, static_cast<std::int32_t>(options.numerics), options.skip_padding,
-                  options.allow_duplicates, options.vendor_limits, 0};
-  return true;
-}
-
 // int32 -> float16, B=2, S=3, Nq=4, Nkv=2, D=16, all operands given.
 Case full_case(CacheMode mode = CacheMode::page) {
   Case c;
@@ -135,8 +57,9 @@ bool starts_with(const std::string& text, const std::string& prefix) { return te
 TEST_CASE("c: the bytes of the oracle for every dtype, mode and layout, in one piece and in ranges") {
   int calls = 0;
   std::uint64_t seed = 1;
-  for (const auto& types : {std::pair{DType::int32, DType::float16}, {DType::int32, DType::bfloat16}, {DType::int32, DType::float32},
-                            {DType::float16, DType::float16}, {DType::bfloat16, DType::bfloat16}, {DType::float32, DType::float32}})
+  for (const auto& types : {std::pair{DType::int32, DType::float16}, {DType::int32, DType::bfloat16},
+                            {DType::int32, DType::float32}, {DType::float16, DType::float16},
+                            {DType::bfloat16, DType::bfloat16}, {DType::float32, DType::float32}})
     for (CacheMode mode : {CacheMode::contiguous, CacheMode::page})
       for (int layout = 0; layout < kCacheLayouts; ++layout) {
         Case c = full_case(mode);
@@ -235,8 +158,8 @@ TEST_CASE("c: null pointers") {
   const auto before = arena.snapshot();
   for (int i = 0; i < kTensors; ++i) {
     const auto argument = static_cast<Argument>(i);
-    const bool optional = argument == Argument::offset_k || argument == Argument::offset_v || argument == Argument::activation_scale ||
-                          argument == Argument::bias;
+    const bool optional = argument == Argument::offset_k || argument == Argument::offset_v ||
+                          argument == Argument::activation_scale || argument == Argument::bias;
     INFO(kvquant::name(argument));
     call.given[i] = false;
     CHECK(call.plan() == (optional ? KVQUANT_OK : KVQUANT_ERR_PARAM_NULLPTR));

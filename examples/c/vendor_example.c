@@ -65,16 +65,16 @@ int main(void) {
   /* First phase: metadata. Once for each layout. */
   const kvquant_tensor x_tensor = tensor(KVQUANT_INT32, 3, B, S, H, 0), table = tensor(KVQUANT_FLOAT16, 4, B, S, 1, D);
   const kvquant_tensor cache = tensor(KVQUANT_INT8, 4, B, C2, NKV, D), index_tensor = tensor(KVQUANT_INT32, 1, B, 0, 0, 0);
-  const kvquant_tensor per_channel = tensor(KVQUANT_FLOAT32, 1, NKV * D, 0, 0, 0), per_column = tensor(KVQUANT_FLOAT32, 1, H, 0, 0, 0);
-  const kvquant_tensor per_token = tensor(KVQUANT_FLOAT32, 1, B * S, 0, 0, 0);
+  const kvquant_tensor per_channel = tensor(KVQUANT_FLOAT32, 1, NKV * D, 0, 0, 0);
+  const kvquant_tensor per_column = tensor(KVQUANT_FLOAT32, 1, H, 0, 0, 0), per_token = tensor(KVQUANT_FLOAT32, 1, B * S, 0, 0, 0);
   const kvquant_tensor q_tensor = tensor(KVQUANT_FLOAT16, 4, B, S, NQ, D), kv_tensor = tensor(KVQUANT_FLOAT16, 4, B, S, NKV, D);
   const int64_t size_splits[3] = {NQ * D, NKV * D, NKV * D};
   uint64_t workspace_size = 0;
   kvquant_executor* executor = NULL;
   if (kvquant_dequant_rope_quant_kvcache_get_workspace_size(
-          &x_tensor, &table, &table, &cache, &cache, &index_tensor, &per_channel, &per_channel, &per_channel, &per_channel, &per_column,
-          &per_token, &per_column, size_splits, "static", "BSND", true, "contiguous", &q_tensor, &kv_tensor, &kv_tensor,
-          &workspace_size, &executor, NULL) != KVQUANT_OK)
+          &x_tensor, &table, &table, &cache, &cache, &index_tensor, &per_channel, &per_channel, &per_channel, &per_channel,
+          &per_column, &per_token, &per_column, size_splits, "static", "BSND", true, "contiguous", &q_tensor, &kv_tensor,
+          &kv_tensor, &workspace_size, &executor, NULL) != KVQUANT_OK)
     return failed("first phase");
 
   /* Second phase: data. At every step. */

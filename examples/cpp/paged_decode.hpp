@@ -81,11 +81,11 @@ class PagedDecode {
     std::exit(1);
   }
 
-  std::vector<float> x_ = std::vector<float>(size(kBatch * kColumns)), cos_ = std::vector<float>(size(kBatch * kDim), 1.0f);
-  std::vector<float> sin_ = std::vector<float>(size(kBatch * kDim), 0.0f), scale_ = std::vector<float>(size(kHeadsKv * kDim), 0.25f);
-  std::vector<float> q_ = std::vector<float>(size(kBatch * kHeadsQ * kDim));
-  std::vector<std::int8_t> kv_ = std::vector<std::int8_t>(size(2 * kPages * kPageBytes));
-  std::vector<std::int64_t> slots_ = std::vector<std::int64_t>(size(kBatch));
+  std::vector<float> x_{std::vector<float>(size(kBatch * kColumns))}, q_{std::vector<float>(size(kBatch * kHeadsQ * kDim))};
+  std::vector<float> cos_{std::vector<float>(size(kBatch * kDim), 1.0f)}, sin_{std::vector<float>(size(kBatch * kDim), 0.0f)};
+  std::vector<float> scale_{std::vector<float>(size(kHeadsKv * kDim), 0.25f)};
+  std::vector<std::int8_t> kv_{std::vector<std::int8_t>(size(2 * kPages * kPageBytes))};
+  std::vector<std::int64_t> slots_{std::vector<std::int64_t>(size(kBatch))};
   kvquant::Plan plan_;
   kvquant::Call call_;
   kvquant::Prepared prepared_;
