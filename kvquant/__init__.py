@@ -18,10 +18,10 @@ __all__ = ["Plan", "dequant_rope_quant_kvcache", "get_cmake_dir", "get_include",
 
 
 def get_include() -> str:
-    """The folder with the C++ header kvquant/kvquant.hpp."""
+    """The folder with the headers kvquant/kvquant.h (C) and kvquant/kvquant.hpp (C++)."""
     return str(_installed.locate_file("kvquant/include"))
 
 
 def get_cmake_dir() -> str:
-    """The folder with kvquantConfig.cmake, for find_package(kvquant)."""
+    """The folder with kvquantConfig.cmake, for find_package(kvquant). Builds by scikit-build-core find it by themselves."""
     return str(_installed.locate_file("kvquant/lib/cmake/kvquant"))
