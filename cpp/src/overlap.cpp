@@ -72,6 +72,8 @@ bool extent_of(const View& view, Interval& extent) noexcept {
 }
 
 bool nests(const View& view) noexcept {
+  for (int i = 0; i < view.ndim; ++i)
+    if (view.shape[i] == 0) return true;  // its strides mean nothing, and may be too large to compute with
   std::int64_t dense = item_size(view.dtype);
   int ordered = view.ndim;  // axes that nest in the order they are in, as those of nearly every array do
   while (ordered > 0 && (view.shape[ordered - 1] == 1 || view.strides[ordered - 1] >= dense)) {
@@ -79,8 +81,6 @@ bool nests(const View& view) noexcept {
     dense += (view.shape[ordered] - 1) * view.strides[ordered];
   }
   if (ordered == 0) return true;
-  for (int i = 0; i < view.ndim; ++i)
-    if (view.shape[i] == 0) return true;
   Terms axes;
   axes.insert_axes(view);
   std::int64_t inside = item_size(view.dtype);
