@@ -2,6 +2,7 @@
 #include "kvquant/kvquant.h"
 
 #include <cstdarg>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -21,6 +22,13 @@ static_assert(KVQUANT_INT8 == static_cast<int>(DType::int8) && KVQUANT_INT32 == 
               KVQUANT_BFLOAT16 == static_cast<int>(DType::bfloat16) && KVQUANT_FLOAT32 == static_cast<int>(DType::float32));
 static_assert(KVQUANT_NUMERICS_FP32 == static_cast<int>(Numerics::fp32) &&
               KVQUANT_NUMERICS_ASCEND == static_cast<int>(Numerics::ascend));
+
+// The arrays of the vendor's argument lists, in its order.
+constexpr Argument kArrays[] = {Argument::x, Argument::cos, Argument::sin, Argument::k_cache, Argument::v_cache, Argument::indices,
+                                Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v,
+                                Argument::weight_scale, Argument::activation_scale, Argument::bias, Argument::q, Argument::k,
+                                Argument::v};
+constexpr int kArrayCount = static_cast<int>(sizeof(kArrays) / sizeof(kArrays[0]));
 
 // Touched by failures only: in a library loaded at run time a thread's first access allocates.
 thread_local char last_message[256];
@@ -43,8 +51,11 @@ kvquant_status result(const Status& status) {
   return status.code == Code::missing ? KVQUANT_ERR_PARAM_NULLPTR : KVQUANT_ERR_PARAM_INVALID;
 }
 
+// The sizes of the structures' first version.
+constexpr std::size_t kOptionsV1 = offsetof(kvquant_options, reserved) + sizeof(kvquant_options::reserved);
+constexpr std::size_t kDataV1 = offsetof(kvquant_data, v) + sizeof(kvquant_data::v);
+
 // Copies a caller's structure, which may be older (shorter) or newer (longer, but then zero beyond what is known here).
-// Version 1 of a structure is its least size.
 template <class Struct>
 kvquant_status copy_sized(const char* name, const Struct* from, std::size_t least, Struct& to) {
   const std::size_t size = from->size;
@@ -58,8 +69,6 @@ kvquant_status copy_sized(const char* name, const Struct* from, std::size_t leas
   std::memcpy(&to, bytes, size < sizeof(Struct) ? size : sizeof(Struct));
   return KVQUANT_OK;
 }
-constexpr std::size_t kOptionsV1 = 24, kDataV1 = 152;
-static_assert(sizeof(kvquant_options) == kOptionsV1 && sizeof(kvquant_data) == kDataV1);
 
 View view_of(const kvquant_tensor& tensor) {
   View view;
@@ -131,31 +140,30 @@ kvquant_status kvquant_dequant_rope_quant_kvcache_get_workspace_size(
     const kvquant_tensor* v_cache, const kvquant_tensor* indices, const kvquant_tensor* scale_k, const kvquant_tensor* scale_v,
     const kvquant_tensor* offset_k, const kvquant_tensor* offset_v, const kvquant_tensor* weight_scale,
     const kvquant_tensor* activation_scale, const kvquant_tensor* bias, const std::int64_t* size_splits, const char* quant_mode,
-    const char* layout, bool kv_output, const char* cache_mode, const kvquant_tensor* q, const kvquant_tensor* k,
+    const char* input_layout, bool kv_output, const char* cache_mode, const kvquant_tensor* q, const kvquant_tensor* k,
     const kvquant_tensor* v, std::uint64_t* workspace_size, kvquant_executor** executor, const kvquant_options* options) {
   if (!executor) return null_pointer("executor");
   *executor = nullptr;
   if (!workspace_size) return null_pointer("workspace_size");
   if (!size_splits) return null_pointer("size_splits");
-  // In the order of Argument. That an optional one is missing where it is required is for make_plan to say.
-  const kvquant_tensor* const tensors[] = {x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v,
-                                           weight_scale, activation_scale, bias, q, k, v};
-  const auto required = [&](int i) {
-    const auto argument = static_cast<Argument>(i);
-    return i < static_cast<int>(Argument::offset_k) || argument == Argument::q ||
-           (kv_output && (argument == Argument::k || argument == Argument::v));
+  // That an optional one is missing where it is required is for make_plan to say.
+  const kvquant_tensor* const tensors[kArrayCount] = {x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v,
+                                                      weight_scale, activation_scale, bias, q, k, v};
+  const auto optional = [&](Argument argument) {
+    return (argument >= Argument::offset_k && argument <= Argument::bias) ||
+           (!kv_output && (argument == Argument::k || argument == Argument::v));
   };
   Operands operands;
-  for (int i = 0; i <= static_cast<int>(Argument::v); ++i) {
-    if (tensors[i]) operands.view[i] = view_of(*tensors[i]);
-    else if (required(i)) return null_pointer(name(static_cast<Argument>(i)));
+  for (int i = 0; i < kArrayCount; ++i) {
+    if (tensors[i]) operands[kArrays[i]] = view_of(*tensors[i]);
+    else if (!optional(kArrays[i])) return null_pointer(name(kArrays[i]));
   }
   std::memcpy(operands.size_splits, size_splits, sizeof(operands.size_splits));
 
   Options wanted;
   wanted.kv_output = kv_output;
   const int mode = choice_of("cache_mode", cache_mode, "contiguous", "page");
-  if (mode < 0 || choice_of("quant_mode", quant_mode, "static") < 0 || choice_of("layout", layout, "BSND") < 0)
+  if (mode < 0 || choice_of("quant_mode", quant_mode, "static") < 0 || choice_of("input_layout", input_layout, "BSND") < 0)
     return KVQUANT_ERR_PARAM_INVALID;
   wanted.cache_mode = static_cast<CacheMode>(mode);
   if (const kvquant_status code = set_options(options, wanted)) return code;
@@ -190,11 +198,11 @@ kvquant_status kvquant_prepare(void* workspace, std::uint64_t workspace_size, co
   Call call;
   call.batch = same ? plan.batch : known.batch;
   call.sequence = same ? plan.sequence : known.sequence;
-  const void* const pointers[] = {known.x, known.cos, known.sin, known.k_cache, known.v_cache, known.indices, known.scale_k,
-                                  known.scale_v, known.offset_k, known.offset_v, known.weight_scale, known.activation_scale,
-                                  known.bias, known.q, known.k, known.v};
-  for (int i = 0; i <= static_cast<int>(Argument::v); ++i)
-    if (plan.operands.view[i].dtype != DType::none) call.data[i] = const_cast<void*>(pointers[i]);
+  const void* const pointers[kArrayCount] = {
+      known.x, known.cos, known.sin, known.k_cache, known.v_cache, known.indices, known.scale_k, known.scale_v, known.offset_k,
+      known.offset_v, known.weight_scale, known.activation_scale, known.bias, known.q, known.k, known.v};
+  for (int i = 0; i < kArrayCount; ++i)
+    if (plan.operands[kArrays[i]].dtype != DType::none) call[kArrays[i]] = const_cast<void*>(pointers[i]);
 
   const std::uint64_t bytes = workspace_bytes(plan, call.batch, call.sequence), needed = bytes ? bytes : kHead;
   if (workspace_size < needed || reinterpret_cast<std::uintptr_t>(workspace) % detail::kAlign)

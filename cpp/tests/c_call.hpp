@@ -12,13 +12,18 @@ namespace kvtest {
 
 using kvquant::Argument;
 
-constexpr int kTensors = static_cast<int>(Argument::v) + 1;
+// The arrays in the order of the C arguments and of kvquant_data.
+constexpr Argument kArrays[] = {Argument::x, Argument::cos, Argument::sin, Argument::k_cache, Argument::v_cache, Argument::indices,
+                                Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v,
+                                Argument::weight_scale, Argument::activation_scale, Argument::bias, Argument::q, Argument::k,
+                                Argument::v};
+constexpr int kTensors = static_cast<int>(sizeof kArrays / sizeof kArrays[0]);
 
 struct CCall {
   kvquant_tensor tensors[kTensors] = {};
   bool given[kTensors] = {};
   std::int64_t splits[3] = {};
-  const char *quant_mode = "static", *layout = "BSND", *cache_mode = "contiguous";
+  const char *quant_mode = "static", *input_layout = "BSND", *cache_mode = "contiguous";
   bool kv_output = false;
   kvquant_options options{};
   kvquant_data data{};
@@ -32,7 +37,8 @@ struct CCall {
   ~CCall() { kvquant_destroy(executor); }
 
   kvquant_tensor* at(Argument argument) {
-    const int i = static_cast<int>(argument);
+    int i = 0;
+    while (kArrays[i] != argument) ++i;
     return given[i] ? &tensors[i] : nullptr;
   }
   kvquant_status plan() {
@@ -40,8 +46,8 @@ struct CCall {
     kvquant_destroy(executor);
     return kvquant_dequant_rope_quant_kvcache_get_workspace_size(
         at(A::x), at(A::cos), at(A::sin), at(A::k_cache), at(A::v_cache), at(A::indices), at(A::scale_k), at(A::scale_v),
-        at(A::offset_k), at(A::offset_v), at(A::weight_scale), at(A::activation_scale), at(A::bias), splits, quant_mode, layout,
-        kv_output, cache_mode, at(A::q), at(A::k), at(A::v), &workspace_size, &executor, &options);
+        at(A::offset_k), at(A::offset_v), at(A::weight_scale), at(A::activation_scale), at(A::bias), splits, quant_mode,
+        input_layout, kv_output, cache_mode, at(A::q), at(A::k), at(A::v), &workspace_size, &executor, &options);
   }
   void* workspace() {
     storage.assign(workspace_size + 64, 0xA5);
@@ -53,24 +59,22 @@ struct CCall {
   }
 };
 
-// The pointers of `data` by number of argument.
-inline std::size_t place_of(int argument) {
-  return offsetof(kvquant_data, x) + sizeof(void*) * static_cast<std::size_t>(argument);
-}
-inline void* data_at(const kvquant_data& data, int argument) {
+// The pointers of `data` by place in kArrays.
+inline std::size_t place_of(int i) { return offsetof(kvquant_data, x) + sizeof(void*) * static_cast<std::size_t>(i); }
+inline void* data_at(const kvquant_data& data, int i) {
   void* p;
-  std::memcpy(&p, reinterpret_cast<const char*>(&data) + place_of(argument), sizeof p);
+  std::memcpy(&p, reinterpret_cast<const char*>(&data) + place_of(i), sizeof p);
   return p;
 }
-inline void set_data(kvquant_data& data, int argument, const void* p) {
-  std::memcpy(reinterpret_cast<char*>(&data) + place_of(argument), &p, sizeof p);
+inline void set_data(kvquant_data& data, int i, const void* p) {
+  std::memcpy(reinterpret_cast<char*>(&data) + place_of(i), &p, sizeof p);
 }
 
 // False if strides are not whole elements: C can't say that.
 inline bool convert(const kvquant::Operands& operands, const kvquant::Options& options, CCall& call) {
   call.data.size = sizeof call.data;
   for (int i = 0; i < kTensors; ++i) {
-    const kvquant::View& view = operands.view[i];
+    const kvquant::View& view = operands[kArrays[i]];
     call.given[i] = view.dtype != kvquant::DType::none;
     if (!call.given[i]) continue;
     const std::int64_t item = item_size(view.dtype);

@@ -50,7 +50,7 @@ Case draw_case(Random& random) {
 
 // What make_plan sees. A view so changed may speak of memory that is not there: it must not be run.
 void spoil_metadata(Operands& operands, Options& options, Random& random) {
-  View& view = operands.view[random.below(kTensors)];
+  View& view = operands[random.pick(kArrays)];
   switch (random.below(13)) {
     case 0: view.dtype = static_cast<DType>(random.pick({-1, 1, 2, 3, 4, 5, 6, 10, 31, 32, INT32_MAX, INT32_MIN})); break;
     case 1: view.ndim = random.pick({INT32_MIN, -1, 0, 1, 2, 3, 4, 5, INT32_MAX}); break;
@@ -59,7 +59,7 @@ void spoil_metadata(Operands& operands, Options& options, Random& random) {
     case 4:
     case 5: view.strides[random.below(4)] = random.pick(kLengths); break;
     case 6: operands.size_splits[random.below(3)] = random.pick(kLengths); break;
-    case 7: view = operands.view[random.below(kTensors)]; break;
+    case 7: view = operands[random.pick(kArrays)]; break;
     case 8: options.cache_mode = options.cache_mode == CacheMode::page ? CacheMode::contiguous : CacheMode::page; break;
     case 9: options.numerics = static_cast<kvquant::Numerics>(random.pick({-1, 1, 2, INT32_MAX})); break;
     case 10: options.kv_output = !options.kv_output; break;
@@ -81,7 +81,7 @@ void spoil_values(Operands& operands, Random& random) {
   put_bits(p, view.dtype, scale ? random.pick(kScaleBits) : static_cast<std::uint64_t>(random.pick(kIndices)));
 }
 void spoil_pointers(Operands& operands, Random& random) {
-  if (random.chance(50)) operands.view[random.below(kTensors)].data = nullptr;
+  if (random.chance(50)) operands[random.pick(kArrays)].data = nullptr;
   else  // a written operand over the bytes of another
     operands[random.pick({Argument::indices, Argument::scale_k, Argument::cos, Argument::q})].data =
         operands[random.pick({Argument::k_cache, Argument::v_cache})].data;

@@ -157,7 +157,7 @@ TEST_CASE("c: null pointers") {
   REQUIRE(convert(operands, options, call));
   const auto before = arena.snapshot();
   for (int i = 0; i < kTensors; ++i) {
-    const auto argument = static_cast<Argument>(i);
+    const Argument argument = kArrays[i];
     const bool optional = argument == Argument::offset_k || argument == Argument::offset_v ||
                           argument == Argument::activation_scale || argument == Argument::bias;
     INFO(kvquant::name(argument));
@@ -217,7 +217,7 @@ TEST_CASE("c: invalid arguments that only C has") {
     CHECK(call.executor == nullptr);
   };
   refused([](CCall& c) { c.quant_mode = "dynamic"; }, "quant_mode: expected 'static', got 'dynamic'");
-  refused([](CCall& c) { c.layout = "BNSD"; }, "layout: expected 'BSND', got 'BNSD'");
+  refused([](CCall& c) { c.input_layout = "BNSD"; }, "input_layout: expected 'BSND', got 'BNSD'");
   refused([](CCall& c) { c.cache_mode = "paged"; }, "cache_mode: expected 'contiguous' or 'page', got 'paged'");
   refused([](CCall& c) { c.kv_output = false; }, "k: expected nothing without kv_output, got an array");
   refused([](CCall& c) { c.options.reserved = 1; }, "options: expected 0 in reserved, got 1");
@@ -280,7 +280,7 @@ TEST_CASE("c: a message per thread, and no allocation in the second phase") {
   CHECK(at_start == "");
   CHECK(at_end == "workspace: required, got nothing");
   CHECK(last_message() == "x: required, got nothing");
-  set_data(call.data, 0, operands.view[0].data);
+  set_data(call.data, 0, operands[Argument::x].data);
   void* const memory = call.workspace();
 #if KVQUANT_TEST_COUNTS_ALLOCATIONS
   const long before = allocations;

@@ -70,13 +70,13 @@ enum { KVQUANT_NUMERICS_FP32 = 0, KVQUANT_NUMERICS_ASCEND = 1 };
 
 /* What the original has no arguments for. All zero is the default. */
 typedef struct kvquant_options {
-  size_t size;           /* sizeof(kvquant_options) */
-  const char* isa;       /* name of a target, e.g. "avx2"; null or empty: the best one, or what KVQUANT_ISA names */
-  int32_t numerics;      /* KVQUANT_NUMERICS_FP32, or KVQUANT_NUMERICS_ASCEND: the roundings of the NPU's kernel (C7) */
-  uint8_t skip_padding;  /* 1: tokens with index -1 are rotated but not cached (I3: padding_index=-1) */
-  uint8_t allow_duplicates; /* 1: page mode: of equal indices the last token wins; otherwise they are an error (I2) */
-  uint8_t vendor_limits; /* 1: also refuse what the NPU operator refuses (I8) */
-  uint8_t reserved;      /* 0 */
+  size_t size;              /* sizeof(kvquant_options) */
+  const char* isa;          /* name of a target, e.g. "avx2"; null or empty: what KVQUANT_ISA names, else the best */
+  int32_t numerics;         /* KVQUANT_NUMERICS_FP32, or KVQUANT_NUMERICS_ASCEND: the roundings of the NPU's kernel (C7) */
+  uint8_t skip_padding;     /* 1: tokens with index -1 are rotated but not cached (I3: padding_index=-1) */
+  uint8_t allow_duplicates; /* 1: of equal indices the last token wins; 0: they are an error (I2) */
+  uint8_t vendor_limits;    /* 1: also refuse what the NPU operator refuses (I8) */
+  uint8_t reserved;         /* 0 */
 } kvquant_options;
 
 typedef struct kvquant_executor kvquant_executor;
@@ -96,7 +96,7 @@ typedef struct kvquant_executor kvquant_executor;
  *   bias               null, or [H] int32, float32, float16 or bfloat16
  *   size_splits        three integers: Nq*D, Nkv*D, Nkv*D
  *   quant_mode         "static" or null
- *   layout             "BSND" or null
+ *   input_layout       "BSND" or null
  *   kv_output          whether the rotated K and the dequantised V are also written to k and v
  *   cache_mode         "contiguous", "page" or null, which is "contiguous"
  *   q                  [B,S,Nq,D] of the output dtype
@@ -110,7 +110,7 @@ KVQUANT_C_API kvquant_status kvquant_dequant_rope_quant_kvcache_get_workspace_si
     const kvquant_tensor* v_cache, const kvquant_tensor* indices, const kvquant_tensor* scale_k, const kvquant_tensor* scale_v,
     const kvquant_tensor* offset_k, const kvquant_tensor* offset_v, const kvquant_tensor* weight_scale,
     const kvquant_tensor* activation_scale, const kvquant_tensor* bias, const int64_t* size_splits, const char* quant_mode,
-    const char* layout, bool kv_output, const char* cache_mode, const kvquant_tensor* q, const kvquant_tensor* k,
+    const char* input_layout, bool kv_output, const char* cache_mode, const kvquant_tensor* q, const kvquant_tensor* k,
     const kvquant_tensor* v, uint64_t* workspace_size, kvquant_executor** executor, const kvquant_options* options);
 
 /* Null is allowed. No thread may be using the executor. */
