@@ -240,7 +240,8 @@ std::vector<Fault> faults() {
   for (int i : {0, 3, 5})
     for (std::int64_t value : {std::int64_t{-1}, std::int64_t{9}, std::int64_t{1} << 31, (std::int64_t{1} << 32) + 1, INT64_MIN,
                                INT64_MAX})
-      add("position (F21)", Base::tables, bits(A::positions, i, static_cast<std::uint64_t>(value)), {Code::index}, {A::positions}, i);
+      add("position (F21)", Base::tables, bits(A::positions, i, static_cast<std::uint64_t>(value)), {Code::index}, {A::positions},
+          i);
   add("no table rows", Base::tables, all({shape(A::cos, 0, 0), shape(A::sin, 0, 0)}), {Code::index}, {A::positions}, 0);
   for (A arg : {A::cos, A::sin, A::positions}) add("an input inside q", Base::tables, alias(arg, A::q), {Code::overlap}, {A::q});
 

@@ -90,8 +90,8 @@ struct View {
 // The operands of one call. x is packed [B,S,H] or [B,H]; instead of x, three sources may be given:
 // q_source [B,S,Nq,D] or [B,Nq,D], k_source and v_source [B,S,Nkv,D] or [B,Nkv,D]. weight_scale and bias stay [H] in the
 // order q, k, v. With positions [B*S], cos and sin are tables [P,D] or [P,D/2] and token t takes row positions[t] (I10); without,
-// they have one row per token. q, k and v may be absent when the plan is made: it then assumes contiguous arrays of its B and S, and
-// the call brings their pointers. Shapes and dtypes of all operands: the table in docs/contract.md.
+// they have one row per token. q, k and v may be absent when the plan is made: it then assumes contiguous arrays of its B and S,
+// and the call brings their pointers. Shapes and dtypes of all operands: the table in docs/contract.md.
 struct Operands {
   std::size_t size = sizeof(Operands);
   View view[kOperandCount];
