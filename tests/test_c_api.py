@@ -23,6 +23,7 @@ DTYPES = {TYPES[name]: number for name, number in
 INPUTS = ("x", "cos", "sin", "k_cache", "v_cache", "indices", "scale_k", "scale_v", "offset_k", "offset_v", "weight_scale",
           "activation_scale", "bias")  # fmt: skip
 OUTPUTS = ("q", "k", "v")
+ARRAYS = (*INPUTS, *OUTPUTS, "positions")
 
 
 class Tensor(ctypes.Structure):
@@ -31,16 +32,17 @@ class Tensor(ctypes.Structure):
 
 class Options(ctypes.Structure):
     _fields_ = [("size", c_size_t), ("isa", c_char_p), ("numerics", c_int32), ("skip_padding", c_uint8),
-                ("allow_duplicates", c_uint8), ("vendor_limits", c_uint8), ("reserved", c_uint8)]  # fmt: skip
+                ("allow_duplicates", c_uint8), ("vendor_limits", c_uint8), ("reserved", c_uint8),
+                ("positions", ctypes.POINTER(Tensor))]  # fmt: skip
 
 
 class Data(ctypes.Structure):
     _fields_ = [("size", c_size_t), ("batch", c_int64), ("sequence", c_int64)]
-    _fields_ += [(name, c_void_p) for name in INPUTS + OUTPUTS]
+    _fields_ += [(name, c_void_p) for name in ARRAYS]
 
 
 class NewerData(Data):
-    _fields_ = [("positions", c_void_p)]
+    _fields_ = [("later", c_void_p)]
 
 
 @pytest.fixture(scope="session")
@@ -94,12 +96,13 @@ class Executor:
     def __init__(self, library, arguments, isa=None, options=None):
         self.library, self.arguments, self.pointer = library, arguments, c_void_p()
         self.outputs = dict(zip(OUTPUTS, arguments["out"])) if arguments.get("out") else {}
-        tensors = {name: tensor_of(self.array(name)) for name in INPUTS + OUTPUTS}
+        tensors = {name: tensor_of(self.array(name)) for name in ARRAYS}
         pointers = {name: None if tensor is None else byref(tensor) for name, tensor in tensors.items()}
         self.options = options or Options(
             size=ctypes.sizeof(Options), isa=isa.encode() if isa else None, numerics=arguments.get("numerics") == "ascend",
             skip_padding=arguments.get("padding_index") == -1, allow_duplicates=arguments.get("allow_duplicates", False),
-            vendor_limits=arguments.get("vendor_limits", False))  # fmt: skip
+            vendor_limits=arguments.get("vendor_limits", False),
+            positions=ctypes.pointer(tensors["positions"]) if tensors["positions"] else None)  # fmt: skip
         size = c_uint64()
         self.status = library.kvquant_dequant_rope_quant_kvcache_get_workspace_size(
             *(pointers[name] for name in INPUTS), (c_int64 * 3)(*arguments["size_splits"]), b"static", b"BSND",
@@ -116,7 +119,7 @@ class Executor:
         return self.outputs.get(name) if name in OUTPUTS else self.arguments.get(name)
 
     def data(self, kind=Data, **changed):
-        pointers = {name: self.array(name) for name in INPUTS + OUTPUTS}
+        pointers = {name: self.array(name) for name in ARRAYS}
         pointers = {name: None if array is None else array.ctypes.data for name, array in pointers.items()}
         return kind(**{"size": ctypes.sizeof(kind)} | pointers | changed)
 
@@ -263,7 +266,7 @@ def test_structures_of_another_size(library):
         return library.kvquant_prepare(executor.workspace, executor.size, executor.pointer, byref(data))
 
     assert prepare(executor.data(NewerData)) == OK
-    assert prepare(executor.data(NewerData, positions=1)) == INVALID
+    assert prepare(executor.data(NewerData, later=1)) == INVALID
     assert "that this library does not know" in message(library)
     assert prepare(executor.data(size=16)) == INVALID
     assert message(library) == f"data: expected size {ctypes.sizeof(Data)}, got 16"

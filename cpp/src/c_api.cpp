@@ -23,11 +23,11 @@ static_assert(KVQUANT_INT8 == static_cast<int>(DType::int8) && KVQUANT_INT32 == 
 static_assert(KVQUANT_NUMERICS_FP32 == static_cast<int>(Numerics::fp32) &&
               KVQUANT_NUMERICS_ASCEND == static_cast<int>(Numerics::ascend));
 
-// The arrays of the vendor's argument lists, in its order.
+// The arrays of the vendor's argument lists, in its order, then those of kvquant_options.
 constexpr Argument kArrays[] = {Argument::x, Argument::cos, Argument::sin, Argument::k_cache, Argument::v_cache, Argument::indices,
                                 Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v,
                                 Argument::weight_scale, Argument::activation_scale, Argument::bias, Argument::q, Argument::k,
-                                Argument::v};
+                                Argument::v, Argument::positions};
 constexpr int kArrayCount = static_cast<int>(sizeof(kArrays) / sizeof(kArrays[0]));
 
 // Touched by failures only: in a library loaded at run time a thread's first access allocates.
@@ -94,7 +94,7 @@ int choice_of(const char* argument, const char* text, const char* first, const c
   return -1;
 }
 
-kvquant_status set_options(const kvquant_options* given, Options& options) {
+kvquant_status set_options(const kvquant_options* given, Options& options, const kvquant_tensor*& positions) {
   if (!given) return KVQUANT_OK;
   kvquant_options known{};
   if (const kvquant_status code = copy_sized("options", given, kOptionsV1, known)) return code;
@@ -104,6 +104,7 @@ kvquant_status set_options(const kvquant_options* given, Options& options) {
   options.allow_duplicates = known.allow_duplicates;
   options.vendor_limits = known.vendor_limits;
   options.isa = known.isa;
+  positions = known.positions;
   return KVQUANT_OK;
 }
 
@@ -146,11 +147,14 @@ kvquant_status kvquant_dequant_rope_quant_kvcache_get_workspace_size(
   *executor = nullptr;
   if (!workspace_size) return null_pointer("workspace_size");
   if (!size_splits) return null_pointer("size_splits");
+  Options wanted;
+  const kvquant_tensor* positions = nullptr;
+  if (const kvquant_status code = set_options(options, wanted, positions)) return code;
   // That an optional one is missing where it is required is for make_plan to say.
   const kvquant_tensor* const tensors[kArrayCount] = {x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v,
-                                                      weight_scale, activation_scale, bias, q, k, v};
+                                                      weight_scale, activation_scale, bias, q, k, v, positions};
   const auto optional = [&](Argument argument) {
-    return (argument >= Argument::offset_k && argument <= Argument::bias) ||
+    return (argument >= Argument::offset_k && argument <= Argument::positions) ||
            (!kv_output && (argument == Argument::k || argument == Argument::v));
   };
   Operands operands;
@@ -160,13 +164,11 @@ kvquant_status kvquant_dequant_rope_quant_kvcache_get_workspace_size(
   }
   std::memcpy(operands.size_splits, size_splits, sizeof(operands.size_splits));
 
-  Options wanted;
   wanted.kv_output = kv_output;
   const int mode = choice_of("cache_mode", cache_mode, "contiguous", "page");
   if (mode < 0 || choice_of("quant_mode", quant_mode, "static") < 0 || choice_of("input_layout", input_layout, "BSND") < 0)
     return KVQUANT_ERR_PARAM_INVALID;
   wanted.cache_mode = static_cast<CacheMode>(mode);
-  if (const kvquant_status code = set_options(options, wanted)) return code;
 
   Plan plan;
   if (const kvquant_status code = result(make_plan(operands, wanted, plan))) return code;
@@ -200,7 +202,8 @@ kvquant_status kvquant_prepare(void* workspace, std::uint64_t workspace_size, co
   call.sequence = same ? plan.sequence : known.sequence;
   const void* const pointers[kArrayCount] = {
       known.x, known.cos, known.sin, known.k_cache, known.v_cache, known.indices, known.scale_k, known.scale_v, known.offset_k,
-      known.offset_v, known.weight_scale, known.activation_scale, known.bias, known.q, known.k, known.v};
+      known.offset_v, known.weight_scale, known.activation_scale, known.bias, known.q, known.k, known.v,
+      known.positions};
   for (int i = 0; i < kArrayCount; ++i)
     if (plan.operands[kArrays[i]].dtype != DType::none) call[kArrays[i]] = const_cast<void*>(pointers[i]);
 

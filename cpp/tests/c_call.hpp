@@ -12,11 +12,11 @@ namespace kvtest {
 
 using kvquant::Argument;
 
-// The arrays in the order of the C arguments and of kvquant_data.
+// The arrays in the order of kvquant_data: that of the C arguments, then those of kvquant_options.
 constexpr Argument kArrays[] = {Argument::x, Argument::cos, Argument::sin, Argument::k_cache, Argument::v_cache, Argument::indices,
                                 Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v,
                                 Argument::weight_scale, Argument::activation_scale, Argument::bias, Argument::q, Argument::k,
-                                Argument::v};
+                                Argument::v, Argument::positions};
 constexpr int kTensors = static_cast<int>(sizeof kArrays / sizeof kArrays[0]);
 
 struct CCall {
@@ -92,7 +92,7 @@ inline bool convert(const kvquant::Operands& operands, const kvquant::Options& o
   call.kv_output = options.kv_output;
   call.cache_mode = options.cache_mode == kvquant::CacheMode::page ? "page" : "contiguous";
   call.options = {sizeof(kvquant_options), options.isa, static_cast<std::int32_t>(options.numerics), options.skip_padding,
-                  options.allow_duplicates, options.vendor_limits, 0};
+                  options.allow_duplicates, options.vendor_limits, 0, call.at(Argument::positions)};
   return true;
 }
 

@@ -113,7 +113,7 @@ struct Builder {
   void tables() {
     Spread spread = input_spread();
     if (c.input_layout == InputLayout::shared) over_tokens(spread.repeated);
-    const std::int64_t table_rows = 1 + random.below(9);
+    const std::int64_t table_rows = c.tables == Case::Tables::per_token ? 0 : 1 + random.below(9);
     if (c.tables != Case::Tables::per_token) {  // axis 1 is not S but D
       spread.gap[1] = 0;
       spread.order[0] = 0;

@@ -188,7 +188,7 @@ TEST_CASE("bad input: structures, workspace, B and S of the C interface") {
     char* memory = static_cast<char*>(call.workspace());
     std::uint64_t size = call.workspace_size;
     switch (random.below(5)) {
-      case 0: call.data.size = random.pick({0u, 8u, 151u, 153u, 160u, 4097u, UINT32_MAX}); break;
+      case 0: call.data.size = random.pick({0u, 8u, 151u, 161u, 168u, 4097u, UINT32_MAX}); break;
       case 1: call.data.batch = random.pick({INT64_MIN, std::int64_t{-1}, std::int64_t{0}, std::int64_t{100}, INT64_MAX}); break;
       case 2: call.data.sequence = random.pick({INT64_MIN, std::int64_t{-3}, std::int64_t{0}, std::int64_t{100}, INT64_MAX}); break;
       case 3: size = static_cast<std::uint64_t>(random.below(static_cast<std::int64_t>(size))); break;
@@ -198,7 +198,7 @@ TEST_CASE("bad input: structures, workspace, B and S of the C interface") {
       kvquant_data data;
       unsigned char beyond[8];
     } longer = {call.data, {}};
-    if (longer.data.size == 160 || longer.data.size == 153) longer.beyond[0] = 1;
+    if (longer.data.size == 161 || longer.data.size == 168) longer.beyond[0] = 1;
     const kvquant_status code = kvquant_dequant_rope_quant_kvcache(memory, size, call.executor, &longer.data);
     ++codes[code];
     INFO("round " << i << ": " << kvquant_last_message());

@@ -76,6 +76,10 @@ TEST_CASE("c: the bytes of the oracle for every dtype, mode and layout, in one p
         c.index = layout % 2 ? DType::int64 : DType::int32;
         c.padding = c.duplicates = layout == 3;
         c.numerics = layout == 4 ? kvquant::Numerics::ascend : kvquant::Numerics::fp32;
+        c.tables = layout % 3 == 0   ? Case::Tables::per_token
+                   : layout % 3 == 1 ? Case::Tables::full
+                                     : Case::Tables::half;
+        c.position = layout % 2 ? DType::int32 : DType::int64;
         c.seed = ++seed;
         Arena arena;
         Operands operands;
@@ -158,6 +162,7 @@ TEST_CASE("c: null pointers") {
   const auto before = arena.snapshot();
   for (int i = 0; i < kTensors; ++i) {
     const Argument argument = kArrays[i];
+    if (argument == Argument::positions) continue;  // see below
     const bool optional = argument == Argument::offset_k || argument == Argument::offset_v ||
                           argument == Argument::activation_scale || argument == Argument::bias;
     INFO(kvquant::name(argument));
@@ -221,8 +226,8 @@ TEST_CASE("c: invalid arguments that only C has") {
   refused([](CCall& c) { c.cache_mode = "paged"; }, "cache_mode: expected 'contiguous' or 'page', got 'paged'");
   refused([](CCall& c) { c.kv_output = false; }, "k: expected nothing without kv_output, got an array");
   refused([](CCall& c) { c.options.reserved = 1; }, "options: expected 0 in reserved, got 1");
-  refused([](CCall& c) { c.options.size = 0; }, "options: expected size 24, got 0");
-  refused([](CCall& c) { c.options.size = 5000; }, "options: expected size 24, got 5000");
+  refused([](CCall& c) { c.options.size = 0; }, "options: expected size 32, got 0");
+  refused([](CCall& c) { c.options.size = 5000; }, "options: expected size 32, got 5000");
   refused([](CCall& c) { c.tensors[0].dtype = 0; }, "x: expected dtype int32 or float16, got an unknown dtype");
   refused([](CCall& c) { c.tensors[0].strides[0] = INT64_MAX / 2; }, "x: its extent in bytes is too large");
 
@@ -231,7 +236,7 @@ TEST_CASE("c: invalid arguments that only C has") {
   REQUIRE(call.plan() == KVQUANT_OK);
   call.data.size = 24;
   CHECK(call.run() == KVQUANT_ERR_PARAM_INVALID);
-  CHECK(last_message() == "data: expected size 152, got 24");
+  CHECK(last_message() == "data: expected size 160, got 24");
   call.data.size = sizeof call.data;
   unsigned char* const memory = static_cast<unsigned char*>(call.workspace());
   CHECK(kvquant_prepare(memory, call.workspace_size - 1, call.executor, &call.data) == KVQUANT_ERR_PARAM_INVALID);
@@ -239,6 +244,25 @@ TEST_CASE("c: invalid arguments that only C has") {
   CHECK(kvquant_prepare(memory, 0, call.executor, &call.data) == KVQUANT_ERR_PARAM_INVALID);
   for (unsigned char byte : call.storage) REQUIRE(byte == 0xA5);
   CHECK(arena.difference(before) == "");
+}
+
+TEST_CASE("c: positions come with the options, their pointer with the data") {
+  Case c = full_case();
+  c.tables = Case::Tables::half;
+  Arena arena;
+  Operands operands;
+  Options options;
+  build(c, arena, operands, options);
+  CCall call;
+  REQUIRE(convert(operands, options, call));
+  REQUIRE(call.plan() == KVQUANT_OK);
+  CHECK(call.run() == KVQUANT_OK);
+  call.data.positions = nullptr;
+  CHECK(call.run() == KVQUANT_ERR_PARAM_NULLPTR);
+  CHECK(last_message() == "positions: required, got nothing");
+  call.options.size = offsetof(kvquant_options, positions);  // a program that does not know them
+  CHECK(call.plan() == KVQUANT_ERR_PARAM_INVALID);
+  CHECK(starts_with(last_message(), "cos: expected "));
 }
 
 TEST_CASE("c: structures of a newer program") {
@@ -250,15 +274,15 @@ TEST_CASE("c: structures of a newer program") {
   REQUIRE(convert(operands, options, call));
   struct {
     kvquant_data data;
-    void* positions;
+    void* later;
   } newer = {call.data, nullptr};
   REQUIRE(call.plan() == KVQUANT_OK);
   newer.data.size = sizeof newer;
   void* const memory = call.workspace();
   CHECK(kvquant_prepare(memory, call.workspace_size, call.executor, &newer.data) == KVQUANT_OK);
-  newer.positions = &newer;
+  newer.later = &newer;
   CHECK(kvquant_prepare(memory, call.workspace_size, call.executor, &newer.data) == KVQUANT_ERR_PARAM_INVALID);
-  CHECK(starts_with(last_message(), "data: expected zero in the fields that this library does not know, got a value at byte 15"));
+  CHECK(starts_with(last_message(), "data: expected zero in the fields that this library does not know, got a value at byte 16"));
 }
 
 TEST_CASE("c: a message per thread, and no allocation in the second phase") {

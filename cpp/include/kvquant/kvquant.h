@@ -77,6 +77,7 @@ typedef struct kvquant_options {
   uint8_t allow_duplicates; /* 1: of equal indices the last token wins; 0: they are an error (I2) */
   uint8_t vendor_limits;    /* 1: also refuse what the NPU operator refuses (I8) */
   uint8_t reserved;         /* 0 */
+  const kvquant_tensor* positions; /* null, or [B*S] int32 or int64: cos and sin are tables [P,D] or [P,D/2] (I10) */
 } kvquant_options;
 
 typedef struct kvquant_executor kvquant_executor;
@@ -86,7 +87,8 @@ typedef struct kvquant_executor kvquant_executor;
  *
  * B, S, Nq, Nkv, D, H = (Nq + 2 * Nkv) * D as in docs/contract.md; [B,S,...] is [B,...] where x has two dimensions.
  *   x                  [B,S,H] int32, or the dtype of cos
- *   cos, sin           [B,S,1,D] ([B,D] for x of two dimensions) float16, bfloat16 or float32: the output dtype
+ *   cos, sin           [B,S,1,D] ([B,D] for x of two dimensions) float16, bfloat16 or float32: the output dtype; tables with
+ *                      options->positions
  *   k_cache, v_cache   [C1,C2,Nkv,D] int8, written by the second phase
  *   indices            int32 or int64, cache_mode "contiguous": [B]; "page": [B*S]
  *   scale_k, scale_v   [Nkv,D], [Nkv*D], [Nkv,1], [1] or [] float32
@@ -128,6 +130,7 @@ typedef struct kvquant_data {
   void *k_cache, *v_cache;
   const void *indices, *scale_k, *scale_v, *offset_k, *offset_v, *weight_scale, *activation_scale, *bias;
   void *q, *k, *v;
+  const void* positions;
 } kvquant_data;
 
 /* Second phase: checks indices, scales, offsets and overlap, then writes q, k, v and the cache rows, on this thread. The same
