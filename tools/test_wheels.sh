@@ -10,7 +10,7 @@ read -ra tests <<< "${TESTS:-tests}"
 
 "$1" -m venv "$work/tools"
 "$work/tools/bin/pip" install -q build auditwheel
-"$work/tools/bin/python" -m build --sdist --outdir "$work" . > "$work/sdist.log"
+"$work/tools/bin/python" -m build --sdist --outdir "$work" . &> "$work/sdist.log"
 tar -xzf "$work"/kvquant_kernels-*.tar.gz -C "$work"
 source=$(echo "$work"/kvquant_kernels-*/)
 
