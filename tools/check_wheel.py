@@ -27,7 +27,7 @@ RUNTIME = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libstdc++.so.6", "libgc
 
 def expected_files() -> set[str]:
     tracked = subprocess.run(["git", "ls-files", "kvquant", "cpp/include"], cwd=SOURCE, check=True, capture_output=True, text=True)
-    names = [name for name in tracked.stdout.splitlines() if not name.endswith(".pyx")]
+    names = [name for name in tracked.stdout.splitlines() if not name.endswith((".pyx", ".pxi"))]
     return BUILT | {name.replace("cpp/include/", "kvquant/include/") for name in names}
 
 

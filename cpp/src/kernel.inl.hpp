@@ -238,7 +238,7 @@ __attribute__((always_inline)) inline void tile(const Part& p, const Token* toke
   }
 }
 
-// Short rows: kBlocks blocks of columns of all heads of one token, cos and sin in registers.
+// kBlocks blocks of columns, from column j on, of all heads of one token; cos and sin in registers.
 template <class TaskT, bool kTail, int kBlocks>
 __attribute__((always_inline)) inline void all_heads(const Part& part, const Token& token, std::int64_t j, int n) {
   CosSin block[kBlocks];
@@ -257,27 +257,28 @@ __attribute__((always_inline)) inline void all_heads(const Part& part, const Tok
     next_head<TaskT>(p, at);
   }
 }
+
+// What is left of half a head behind a multiple of kWide blocks. A function of its own, so that it is there only once.
 template <class TaskT>
-__attribute__((always_inline)) inline void one_token(const Part& p, const Token& token) {
+__attribute__((noinline)) void rest(const Part& p, const Token& token, std::int64_t j) {
   const std::int64_t half = p.dim / 2;
-  std::int64_t j = 0;
-  if constexpr (kTwoBlocks)
-    for (; j + 2 * kLanes <= half; j += 2 * kLanes) all_heads<TaskT, false, 2>(p, token, j, kLanes);
-  for (; j + kLanes <= half; j += kLanes) all_heads<TaskT, false, 1>(p, token, j, kLanes);
+  if (j + kLanes <= half) {
+    all_heads<TaskT, false, 1>(p, token, j, kLanes);
+    j += kLanes;
+  }
   if (j < half) all_heads<TaskT, true, 1>(p, token, j, static_cast<int>(half - j));
 }
 
 // Long rows: kBlock tokens at a time, heads outside: what the tokens share is loaded once, and x is read in order.
 template <class TaskT>
 inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int64_t count) {
-  using OutT = typename TaskT::Out;
-  const std::int64_t half = part.dim / 2;
+  constexpr int kColumns = kWide * kLanes;
+  const std::int64_t half = part.dim / 2, whole = half - half % kColumns;
   Rotation rotations[TaskT::kRotate ? kBlock : 1];
   std::int64_t t = 0;
-  for (; t + kBlock <= count; t += kBlock)
-    for (std::int64_t begin = 0; begin < half; begin += kChunk) {
-      const std::int64_t columns = begin + kChunk < half ? kChunk : half - begin, whole = columns - columns % kLanes;
-      const int rest = static_cast<int>(columns - whole);
+  for (; t + kBlock <= count; t += kBlock) {
+    for (std::int64_t begin = 0; begin < whole; begin += kChunk) {
+      const std::int64_t columns = begin + kChunk < whole ? kChunk : whole - begin;
       Part p = part;
       Token at[kBlock];
       move_columns<TaskT>(p, begin);
@@ -285,43 +286,43 @@ inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int
       for (int i = 0; i < kBlock; ++i) {
         at[i] = tokens[t + i];
         move_token<TaskT>(at[i], begin);
-        if constexpr (TaskT::kRotate) {
-          std::int64_t j = 0;
-          const std::int64_t second = begin + p.table_half;
-          for (; j < whole; j += kLanes) rotations[i].set(j, load_cos_sin<OutT, false>(at[i], {begin + j, second + j, kLanes}));
-          if (rest) rotations[i].set(j, load_cos_sin<OutT, true>(at[i], {begin + j, second + j, rest}));
-        }
+        if constexpr (TaskT::kRotate)
+          for (std::int64_t j = 0; j < columns; j += kLanes)
+            rotations[i].set(j, load_cos_sin<typename TaskT::Out, false>(at[i], {begin + j, begin + p.table_half + j, kLanes}));
       }
       for (std::int64_t h = 0; h < p.heads; ++h) {
-        std::int64_t j = 0;
-        const auto turn = [&](int i, int k) { return rotations[i].at(j + k * kLanes); };
-        if constexpr (kTwoBlocks)
-          for (; j + 2 * kLanes <= whole; j += 2 * kLanes) tile<TaskT, false, kBlock, 2>(p, at, turn, j, kLanes);
-        for (; j < whole; j += kLanes) tile<TaskT, false, kBlock, 1>(p, at, turn, j, kLanes);
-        KVQUANT_UNROLL
-        for (int i = 0; i < kBlock; ++i)  // the last block is rare: not worth code for four tokens at once
-          if (rest) tile<TaskT, true, 1, 1>(p, at + i, [&](int, int) { return rotations[i].at(whole); }, whole, rest);
+        for (std::int64_t j = 0; j < columns; j += kColumns)
+          tile<TaskT, false, kBlock, kWide>(p, at, [&](int i, int k) { return rotations[i].at(j + k * kLanes); }, j, kLanes);
         move_columns<TaskT>(p, p.dim);
         KVQUANT_UNROLL
         for (int i = 0; i < kBlock; ++i) next_head<TaskT>(p, at[i]);
       }
     }
+    if (whole < half)
+      for (int i = 0; i < kBlock; ++i) rest<TaskT>(part, tokens[t + i], whole);
+  }
   return t;
 }
 
 template <class TaskT>
-inline std::int64_t all_tokens(const Part part, const Token* tokens, std::int64_t count) {
+inline std::int64_t all_tokens(const Part& part, const Token* tokens, std::int64_t count) {
+  constexpr int kColumns = kWide * kLanes;
   const Part p = part;  // a copy that no store can alias
+  const std::int64_t half = p.dim / 2, whole = half - half % kColumns;
   std::int64_t t = 0;
-  if (TaskT::template Source<false>::kBlocked && p.block_tokens) t = token_blocks<TaskT>(p, tokens, count);
-  for (; t < count; ++t) one_token<TaskT>(p, tokens[t]);
+  if constexpr (TaskT::template Source<false>::kBlocked && kBlock > 1)
+    if (p.block_tokens) t = token_blocks<TaskT>(p, tokens, count);
+  for (; t < count; ++t) {
+    for (std::int64_t j = 0; j < whole; j += kColumns) all_heads<TaskT, false, kWide>(p, tokens[t], j, kLanes);
+    if (whole < half) rest<TaskT>(p, tokens[t], whole);
+  }
   return TaskT::kCache ? count : 0;
 }
 
 template <template <bool> class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend>
 std::int64_t kernel(const Part& p, const Token* tokens, std::int64_t count) {
-  if (kCacheIt && p.reciprocal)
-    return all_tokens<Task<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, false>>(p, tokens, count);
+  if constexpr (kReciprocals && kCacheIt)
+    if (p.reciprocal) return all_tokens<Task<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, false>>(p, tokens, count);
   return all_tokens<Task<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, true>>(p, tokens, count);
 }
 

@@ -1,6 +1,7 @@
 // The 16-lane block as two ymm registers (AVX2, F16C, FMA). Knows no operator. Included inside an anonymous namespace.
 
-constexpr bool kTwoBlocks = true;  // quantise() has a form for two neighbouring blocks
+constexpr int kWide = 2;  // neighbouring blocks at once: narrowing shares instructions
+constexpr bool kReciprocals = true;  // divide() gives the bits of div() where a reciprocal is known
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long
 struct F {
   __m256 lo, hi;

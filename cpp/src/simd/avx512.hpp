@@ -1,6 +1,7 @@
 // The 16-lane block as one zmm register (AVX-512 F, BW, VL, DQ). Knows no operator. Included inside an anonymous namespace.
 
-constexpr bool kTwoBlocks = true;  // quantise() has a form for two neighbouring blocks
+constexpr int kWide = 2;  // neighbouring blocks at once: narrowing shares instructions
+constexpr bool kReciprocals = true;  // divide() gives the bits of div() where a reciprocal is known
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long; 8 was not better, 16 worse
 
 struct F {

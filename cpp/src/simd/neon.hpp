@@ -1,7 +1,8 @@
 // The 16-lane block as four q registers (AArch64 baseline, little endian). Knows no operator. Included inside an anonymous
 // namespace.
 
-constexpr bool kTwoBlocks = false;  // two blocks would share no instruction of quantise()
+constexpr int kWide = 1;  // two blocks would share no instruction of quantise()
+constexpr bool kReciprocals = false;
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long; as on AVX2, a block is 1/8 of the registers
 // Four members, not an array, and no loops below: GCC keeps an array, or what a loop indexes, in memory.
 struct F {
@@ -27,7 +28,6 @@ inline F mul(F a, F b) {
 inline F div(F a, F b) {
   return {vdivq_f32(a.v0, b.v0), vdivq_f32(a.v1, b.v1), vdivq_f32(a.v2, b.v2), vdivq_f32(a.v3, b.v3)};
 }
-inline F divide(F value, F scale, F) { return div(value, scale); }
 
 // For exact products only, where fused and separate rounding give the same bits.
 inline F multiply_add(F a, F b, F c) {

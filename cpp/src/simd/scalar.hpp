@@ -1,7 +1,8 @@
 // The 16-lane block in plain C++: what a CPU without a vector target runs, and what the vector targets are compared with.
 // Knows no operator. Included inside an anonymous namespace.
 
-constexpr bool kTwoBlocks = false;
+constexpr int kWide = 1;
+constexpr bool kReciprocals = false;
 constexpr int kBlock = 1;  // tokens that share the column vectors where rows are long: nothing stays in registers here
 struct F {
   float lane[kLanes];
@@ -45,8 +46,6 @@ inline F div(F a, F b) {
 // For exact products only; separate rounding gives the bits that a fused operation gives there.
 inline F multiply_add(F a, F b, F c) { return add(mul(a, b), c); }
 inline F multiply_subtract(F a, F b, F c) { return sub(mul(a, b), c); }
-// Where division is slow, a target multiplies by the reciprocal here, refined to the same bits.
-inline F divide(F value, F scale, F) { return div(value, scale); }
 inline F round_float16(F a) {
   return each([&](int i) { return float_of(widen_float16(narrow_float16(bits_of(a.lane[i])))); });
 }
