@@ -30,6 +30,9 @@ cdef extern from *:
     #define KVQUANT_COMPILER "gcc " __VERSION__
     #endif
     #include <cstdlib>
+    #include <cstring>
+    #include <new>
+    #include <type_traits>
     // Workspace beyond the stack's share; aligned as prepare wants it.
     static inline void* kvquant_allocate(std::size_t bytes) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
     struct alignas(64) KvquantStack { char bytes[16384]; };
@@ -113,18 +116,70 @@ cdef extern from *:
     // The arguments of one call or plan as the core wants them. The arrays are borrowed: from the caller's arguments during
     // a call, from Plan's own references afterwards.
     struct KvquantRequest {
-      kvquant::Plan plan;  // its operands and options are filled in place
+      kvquant::Operands operands;
+      kvquant::Options options;
+      void* data[kvquant::kOperandCount] = {};
       PyObject* arrays[kvquant::kOperandCount] = {};
       int threads = 0;  // 0: automatic
       bool tensors = false;  // the arrays are torch tensors, and results will be
       bool direct = false;   // the tensors did not come through PyTorch's dispatcher
+      const kvquant::Plan* plan = nullptr;  // once checked: `own`, or that of the Plan object whose request this is like
+      union {
+        kvquant::Plan own;  // not written before it is needed: it is larger than all the rest
+      };
+      KvquantRequest() {}
     };
+    static_assert(std::is_trivially_copyable<kvquant::Plan>::value, "plans are copied as bytes");
+
+    static inline bool kvquant_same(const KvquantRequest& r, const kvquant::Operands& operands, const kvquant::Options& options) {
+      for (int i = 0; i < kvquant::kOperandCount; ++i) {
+        const kvquant::View &a = r.operands.view[i], &b = operands.view[i];
+        if (a.dtype != b.dtype) return false;
+        if (a.dtype == kvquant::DType::none) continue;
+        std::int64_t differ = (a.ndim ^ b.ndim) | (a.read_only ^ b.read_only);
+        for (int axis = 0; axis < 4; ++axis) differ |= (a.shape[axis] ^ b.shape[axis]) | (a.strides[axis] ^ b.strides[axis]);
+        if (differ) return false;
+      }
+      return std::memcmp(r.operands.size_splits, operands.size_splits, sizeof operands.size_splits) == 0 &&
+             r.options.cache_mode == options.cache_mode && r.options.numerics == options.numerics &&
+             r.options.kv_output == options.kv_output && r.options.skip_padding == options.skip_padding &&
+             r.options.allow_duplicates == options.allow_duplicates && r.options.vendor_limits == options.vendor_limits &&
+             r.options.isa == options.isa;
+    }
+    // make_plan, unless this thread's last plan was made of the same metadata: decode loops repeat theirs call after call.
+    static inline kvquant::Status kvquant_check(KvquantRequest& r) {
+      static thread_local struct {
+        kvquant::Operands operands;
+        kvquant::Options options;
+        kvquant::Plan plan;
+        bool made = false;
+      } last;
+      r.plan = &r.own;
+      if (last.made && kvquant_same(r, last.operands, last.options)) {
+        std::memcpy(&r.own, &last.plan, sizeof r.own);
+        return {};
+      }
+      new (&r.own) kvquant::Plan;
+      const kvquant::Status status = kvquant::make_plan(r.operands, r.options, r.own);
+      if (!status && !r.options.isa) {  // a name of a target lives as long as its caller wants
+        last.operands = r.operands;
+        last.options = r.options;
+        last.plan = r.own;
+        last.made = true;
+      }
+      return status;
+    }
     """
     cdef cppclass Request "KvquantRequest":
-        CorePlan plan
+        Operands operands
+        Options options
+        void* data[20]
         PyObject* arrays[20]
         int threads
         bint tensors, direct
+        const CorePlan* plan
+    bint same_metadata "kvquant_same"(const Request&, const Operands&, const Options&) noexcept
+    Status check_request "kvquant_check"(Request&) noexcept
 
 
 # ---- from arrays to views -------------------------------------------------------------------------------------------
@@ -222,10 +277,13 @@ cdef bint is_integer(value) except -1:
 
 
 cdef int set_array(Request* r, Argument argument, given) except -1:
+    cdef View* view = &r.operands.view[<int>argument]
     if r.tensors:
-        fill_tensor(&r.plan.operands.view[<int>argument], given, argument, r.direct)
+        fill_tensor(view, given, argument, r.direct)
     else:
-        fill(&r.plan.operands.view[<int>argument], given, argument)
+        fill(view, given, argument)
+    r.data[<int>argument] = view.data
+    view.data = NULL
     r.arrays[<int>argument] = <PyObject*>given
     return 0
 
@@ -257,13 +315,13 @@ cdef int set_splits(Request* r, size_splits) except -1:
             pass
         if columns < 0:
             raise ValueError(f"size_splits[{i}]: expected a length in columns, got {value}")
-        r.plan.operands.size_splits[i] = columns
+        r.operands.size_splits[i] = columns
     return 0
 
 
 cdef int set_columns(Request* r, weight_scale, activation_scale, bias) except -1:
     # C3: for float x these have no effect and are not looked at, whatever they are.
-    if r.plan.operands.view[<int>Argument.x].dtype == DType.int32:
+    if r.operands.view[<int>Argument.x].dtype == DType.int32:
         set_optional(r, Argument.weight_scale, weight_scale)
         set_optional(r, Argument.activation_scale, activation_scale)
         set_optional(r, Argument.bias, bias)
@@ -309,28 +367,28 @@ cdef int set_options(Request* r, quant_mode, input_layout, kv_output, cache_mode
         raise ValueError(f"quant_mode: expected 0 or 'static', got {quant_mode!r}")
     if not isinstance(input_layout, str) or input_layout != "BSND":
         raise ValueError(f"input_layout: expected 'BSND', got {input_layout!r}")
-    r.plan.options.kv_output = flag("kv_output", kv_output)
+    r.options.kv_output = flag("kv_output", kv_output)
     if isinstance(cache_mode, str) and cache_mode == "contiguous":
-        r.plan.options.cache_mode = CacheMode.contiguous
+        r.options.cache_mode = CacheMode.contiguous
     elif isinstance(cache_mode, str) and cache_mode == "page":
-        r.plan.options.cache_mode = CacheMode.page
+        r.options.cache_mode = CacheMode.page
     else:
         raise ValueError(f"cache_mode: expected 'contiguous' or 'page', got {cache_mode!r}")
     if isinstance(numerics, str) and numerics == "fp32":
-        r.plan.options.numerics = Numerics.fp32
+        r.options.numerics = Numerics.fp32
     elif isinstance(numerics, str) and numerics == "ascend":
-        r.plan.options.numerics = Numerics.ascend
+        r.options.numerics = Numerics.ascend
     else:
         raise ValueError(f"numerics: expected 'fp32' or 'ascend', got {numerics!r}")
     if padding_index is not None and not (is_integer(padding_index) and padding_index == -1):
         raise ValueError(f"padding_index: expected None or -1, got {padding_index!r}")
-    r.plan.options.skip_padding = padding_index is not None
-    r.plan.options.allow_duplicates = flag("allow_duplicates", allow_duplicates)
-    r.plan.options.vendor_limits = flag("vendor_limits", vendor_limits)
+    r.options.skip_padding = padding_index is not None
+    r.options.allow_duplicates = flag("allow_duplicates", allow_duplicates)
+    r.options.vendor_limits = flag("vendor_limits", vendor_limits)
     if isa is not None:
         if not isinstance(isa, str) or not isa or "\0" in isa:
             raise ValueError(f"isa: expected None or one of {', '.join(target_names())}, got {isa!r}")
-        r.plan.options.isa = PyUnicode_AsUTF8AndSize(isa, &length)
+        r.options.isa = PyUnicode_AsUTF8AndSize(isa, &length)
     return 0
 
 
@@ -363,7 +421,7 @@ cdef object array_at(Request* r, Argument argument):
 
 
 cdef int check_plan(Request* r) except -1:
-    cdef Status status = make_plan(r.plan.operands, r.plan.options, r.plan)
+    cdef Status status = check_request(r[0])
     if status.code != Code.ok:
         raise_status(status, array_at(r, status.argument))
     return 0
@@ -382,15 +440,15 @@ cdef object empty_output(cnp.ndarray like, const View& view):
 
 
 cdef object output(Request* r, Call* call, Argument argument):
-    """The array for q, k or v: the caller's, a new one, or shape (0,)."""
+    """The array for q, k or v: the caller's, a new one, or one of shape (0,)."""
     cdef View none
     cdef object array
     cdef int i = <int>argument
     if r.arrays[i] != NULL:
-        call.data[i] = r.plan.operands.view[i].data
+        call.data[i] = r.data[i]
         return <object>r.arrays[i]
     cdef const View* view = &r.plan.operands.view[i]
-    if argument != Argument.q and not r.plan.options.kv_output:
+    if argument != Argument.q and not r.options.kv_output:
         none.ndim = 1
         view = &none
     if r.tensors:
@@ -402,7 +460,7 @@ cdef object output(Request* r, Call* call, Argument argument):
 
 cdef object execute(Request* r):
     """prepare and run a checked request; returns (q, k, v, k_cache, v_cache)."""
-    cdef CorePlan* plan = &r.plan
+    cdef const CorePlan* plan = r.plan
     cdef Call call
     cdef Prepared prepared
     cdef KvquantStack stack
@@ -414,9 +472,10 @@ cdef object execute(Request* r):
     cdef int i
     q = output(r, &call, Argument.q)
     k = output(r, &call, Argument.k)
-    v = output(r, &call, Argument.v)
+    # Without kv_output one array of shape (0,) stands for both.
+    v = k if r.arrays[<int>Argument.v] == NULL and not r.options.kv_output else output(r, &call, Argument.v)
     for i in range(<int>Argument.q):
-        call.data[i] = r.plan.operands.view[i].data
+        call.data[i] = r.data[i]
     call.batch = plan.batch
     call.sequence = plan.sequence
 
@@ -533,8 +592,8 @@ cdef class Plan:
         given = self.given
         r.tensors = r.direct = self.bound.tensors
         out = given[14] if out is None else frozen(out)
-        r.plan.operands.size_splits = self.bound.plan.operands.size_splits
-        r.plan.options = self.bound.plan.options
+        r.operands.size_splits = self.bound.operands.size_splits
+        r.options = self.bound.options
         set_array(&r, Argument.x, given[0] if x is None else x)
         set_array(&r, Argument.cos, given[1] if cos is None else cos)
         set_array(&r, Argument.sin, given[2] if sin is None else sin)
@@ -553,7 +612,10 @@ cdef class Plan:
             r.threads = self.bound.threads
         else:
             set_threads(&r, num_threads)
-        check_plan(&r)
+        if same_metadata(r, self.bound.operands, self.bound.options):
+            r.plan = self.bound.plan
+        else:
+            check_plan(&r)
         return execute(&r)
 
     def __copy__(self):
@@ -567,9 +629,9 @@ cdef class Plan:
         cdef int64_t tokens = self.bound.plan.batch * self.bound.plan.sequence, kv = self.bound.plan.heads_kv * self.bound.plan.dim
         cdef int64_t q = self.bound.plan.heads_q * self.bound.plan.dim
         x, cos, k_cache, isa = self.given[0], self.given[1], self.given[3], self.given[15]
-        cdef const Options* options = &self.bound.plan.options
+        cdef const Options* options = &self.bound.options
         read = tokens * ((q + 2 * kv) * x.dtype.itemsize + 2 * cos.shape[cos.ndim - 1] * cos.dtype.itemsize)
-        written = tokens * ((q + (2 * kv if self.bound.plan.options.kv_output else 0)) * cos.dtype.itemsize + 2 * kv)
+        written = tokens * ((q + (2 * kv if self.bound.options.kv_output else 0)) * cos.dtype.itemsize + 2 * kv)
         mode = "page" if options.cache_mode == CacheMode.page else "contiguous"
         bias = f"{self.given[12].dtype} bias" if self.bound.plan.integer_x and self.given[12] is not None else "no bias"
         path = [f"dequantise with {bias}"] if self.bound.plan.integer_x else []

@@ -219,7 +219,9 @@ def test_another_thread_scribbles_on_indices(isa):
     thread.start()
     outcomes = {"written": 0, "refused": 0}
     try:
-        for i in range(150):
+        for i in range(20000):
+            if i >= 150 and min(outcomes.values()) > 0:  # with one CPU the threads take turns of many calls
+                break
             memory[:, margin:-margin] = 55
             try:
                 kvquant.dequant_rope_quant_kvcache(

@@ -308,10 +308,11 @@ void Preparer::choose_stores() {
   out_.stream_out = tokens_ * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
 }
 
-// The sign bit is set if the float32 of these bits is not finite or, with zero_is_bad = 1, if it is zero. Written without a
-// branch or an unsigned comparison, so that baseline SIMD can do it.
-std::uint32_t badness(std::uint32_t bits, std::uint32_t zero_is_bad) {
-  return ((bits & 0x7F800000u) + 0x00800000u) | ((bits & 0x7FFFFFFFu) - zero_is_bad);
+// Whether the float32 of these bits is not finite or, with zero_is_bad = 1, zero. Twice the bits, without the sign, are at
+// least FF000000 for what is not finite; less zero_is_bad, they wrap for zero. The comparison is shifted into signed numbers,
+// which baseline SIMD can compare.
+inline std::int32_t is_bad(std::uint32_t bits, std::uint32_t zero_is_bad) {  // 0 or -1
+  return static_cast<std::int32_t>(2 * bits + (0x80000000u - zero_is_bad)) > 0x7EFFFFFE ? -1 : 0;
 }
 
 // Copies a scale or offset to out[Nkv*D], each element of the operand read once, and checks what it read by its bits (C6).
@@ -324,11 +325,11 @@ Status Preparer::pack_channels(Argument argument, bool is_scale, float* out) con
   const std::int64_t head_step = single ? 0 : view.ndim == 2 ? view.strides[0] : dim * view.strides[0];
   const void* const data = call_[argument];
   const std::uint32_t zero_is_bad = is_scale ? 1 : 0;
-  std::uint32_t bad = 0;
+  std::int32_t bad = 0;
   if (step == sizeof(float) && (heads == 1 || head_step == dim * step)) {
     for (std::int64_t c = 0; c < heads * dim; ++c) {
       const std::uint32_t bits = read<std::uint32_t>(data, c * 4);
-      bad |= badness(bits, zero_is_bad);
+      bad |= is_bad(bits, zero_is_bad);
       std::memcpy(out + c, &bits, sizeof(bits));
     }
   } else {
@@ -337,12 +338,12 @@ Status Preparer::pack_channels(Argument argument, bool is_scale, float* out) con
         const bool repeats = (single && h > 0) || ((single || per_head) && d > 0);  // read once
         float& value = out[h * dim + d];
         value = repeats ? out[single ? 0 : h * dim] : read<float>(data, h * head_step + d * step);
-        bad |= badness(bits_of(value), zero_is_bad);
+        bad |= is_bad(bits_of(value), zero_is_bad);
       }
   }
-  if (!(bad >> 31)) return {};
+  if (!bad) return {};
   std::int64_t c = 0;
-  while (!(badness(bits_of(out[c]), zero_is_bad) >> 31)) ++c;
+  while (!is_bad(bits_of(out[c]), zero_is_bad)) ++c;
   return fault(is_scale ? Code::scale : Code::offset, argument, bits_of(out[c]), 0, -1, single ? 0 : per_head ? c / dim : c);
 }
 
