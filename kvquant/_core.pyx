@@ -30,9 +30,6 @@ cdef extern from *:
     #define KVQUANT_COMPILER "gcc " __VERSION__
     #endif
     #include <cstdlib>
-    #include <cstring>
-    #include <new>
-    #include <type_traits>
     // Workspace beyond the stack's share; aligned as prepare wants it.
     static inline void* kvquant_allocate(std::size_t bytes) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
     struct alignas(64) KvquantStack { char bytes[16384]; };
@@ -111,66 +108,8 @@ cdef extern from "pool.hpp" namespace "kvquant::pool" nogil:
     void hold_locks(int) noexcept
 
 
-cdef extern from *:
-    """
-    // The arguments of one call or plan as the core wants them. The arrays are borrowed: from the caller's arguments during
-    // a call, from Plan's own references afterwards.
-    struct KvquantRequest {
-      kvquant::Operands operands;
-      kvquant::Options options;
-      void* data[kvquant::kOperandCount] = {};
-      PyObject* arrays[kvquant::kOperandCount] = {};
-      int threads = 0;  // 0: automatic
-      bool tensors = false;  // the arrays are torch tensors, and results will be
-      bool direct = false;   // the tensors did not come through PyTorch's dispatcher
-      const kvquant::Plan* plan = nullptr;  // once checked: `own`, or that of the Plan object whose request this is like
-      union {
-        kvquant::Plan own;  // not written before it is needed: it is larger than all the rest
-      };
-      KvquantRequest() {}
-    };
-    static_assert(std::is_trivially_copyable<kvquant::Plan>::value, "plans are copied as bytes");
-
-    static inline bool kvquant_same(const KvquantRequest& r, const kvquant::Operands& operands, const kvquant::Options& options) {
-      for (int i = 0; i < kvquant::kOperandCount; ++i) {
-        const kvquant::View &a = r.operands.view[i], &b = operands.view[i];
-        if (a.dtype != b.dtype) return false;
-        if (a.dtype == kvquant::DType::none) continue;
-        std::int64_t differ = (a.ndim ^ b.ndim) | (a.read_only ^ b.read_only);
-        for (int axis = 0; axis < 4; ++axis) differ |= (a.shape[axis] ^ b.shape[axis]) | (a.strides[axis] ^ b.strides[axis]);
-        if (differ) return false;
-      }
-      return std::memcmp(r.operands.size_splits, operands.size_splits, sizeof operands.size_splits) == 0 &&
-             r.options.cache_mode == options.cache_mode && r.options.numerics == options.numerics &&
-             r.options.kv_output == options.kv_output && r.options.skip_padding == options.skip_padding &&
-             r.options.allow_duplicates == options.allow_duplicates && r.options.vendor_limits == options.vendor_limits &&
-             r.options.isa == options.isa;
-    }
-    // make_plan, unless this thread's last plan was made of the same metadata: decode loops repeat theirs call after call.
-    static inline kvquant::Status kvquant_check(KvquantRequest& r) {
-      static thread_local struct {
-        kvquant::Operands operands;
-        kvquant::Options options;
-        kvquant::Plan plan;
-        bool made = false;
-      } last;
-      r.plan = &r.own;
-      if (last.made && kvquant_same(r, last.operands, last.options)) {
-        std::memcpy(&r.own, &last.plan, sizeof r.own);
-        return {};
-      }
-      new (&r.own) kvquant::Plan;
-      const kvquant::Status status = kvquant::make_plan(r.operands, r.options, r.own);
-      if (!status && !r.options.isa) {  // a name of a target lives as long as its caller wants
-        last.operands = r.operands;
-        last.options = r.options;
-        last.plan = r.own;
-        last.made = true;
-      }
-      return status;
-    }
-    """
-    cdef cppclass Request "KvquantRequest":
+cdef extern from "request.hpp" namespace "kvquant" nogil:
+    cdef cppclass Request:
         Operands operands
         Options options
         void* data[20]
@@ -178,8 +117,8 @@ cdef extern from *:
         int threads
         bint tensors, direct
         const CorePlan* plan
-    bint same_metadata "kvquant_same"(const Request&, const Operands&, const Options&) noexcept
-    Status check_request "kvquant_check"(Request&) noexcept
+    bint same_metadata(const Request&, const Operands&, const Options&) noexcept
+    Status check_request(Request&) noexcept
 
 
 # ---- from arrays to views -------------------------------------------------------------------------------------------
@@ -472,8 +411,8 @@ cdef object execute(Request* r):
     cdef int i
     q = output(r, &call, Argument.q)
     k = output(r, &call, Argument.k)
-    # Without kv_output one array of shape (0,) stands for both.
-    v = k if r.arrays[<int>Argument.v] == NULL and not r.options.kv_output else output(r, &call, Argument.v)
+    # Without kv_output one array of shape (0,) stands for both; PyTorch's results must not alias.
+    v = output(r, &call, Argument.v) if r.options.kv_output or r.tensors else k
     for i in range(<int>Argument.q):
         call.data[i] = r.data[i]
     call.batch = plan.batch

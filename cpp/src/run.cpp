@@ -24,11 +24,13 @@ class PartRun {
   Part part_{};
   std::int8_t* const* rows_ = nullptr;
   const char *const *cos_rows_, *const *sin_rows_;
+  bool rotates_;
   char* out_;
 };
 
 PartRun::PartRun(const Plan& plan, const Prepared& prepared, int index)
-    : plan_(plan), call_(prepared.call), stream_(plan.streams[index]), cos_rows_(prepared.cos_rows), sin_rows_(prepared.sin_rows) {
+    : plan_(plan), call_(prepared.call), stream_(plan.streams[index]), cos_rows_(prepared.cos_rows), sin_rows_(prepared.sin_rows),
+      rotates_(index < 2) {
   part_.heads = stream_.heads;
   part_.dim = plan.dim;
   const View& cos = plan.operands[Argument::cos];
@@ -72,29 +74,45 @@ class Cursor {
 
 std::int64_t PartRun::run(std::int64_t first, std::int64_t count, std::int64_t b, std::int64_t s) const {
   const std::int64_t length = call_.sequence;
-  const auto rotation = [&](Argument argument) {
-    const std::int64_t* strides = plan_.operands[argument].strides;
-    return cos_rows_ ? Cursor(nullptr, 0, 0, length, b, s)  // tables: prepare has found the rows
-                     : Cursor(call_[argument], strides[0], plan_.three_d ? strides[1] : 0, length, b, s);
-  };
   Cursor x(static_cast<const char*>(call_[stream_.argument]) + stream_.origin, stream_.batch, stream_.sequence, length, b, s);
-  Cursor cos = rotation(Argument::cos), sin = rotation(Argument::sin);
   Cursor out(out_, out_ ? stream_.out_batch : 0, out_ ? stream_.out_sequence : 0, length, b, s);
   const std::int64_t activation_stride = plan_.operands[Argument::activation_scale].strides[0];
   const void* const activation_scale = plan_.integer_x ? call_[Argument::activation_scale] : nullptr;
   Token cached[kGroup], uncached[kGroup];  // with a cache row, and without
   std::int64_t cached_count = 0, uncached_count = 0;
-  for (std::int64_t t = first; t < first + count; ++t) {
-    std::int8_t* const row = rows_ ? rows_[t] : nullptr;
-    (row ? cached[cached_count++] : uncached[uncached_count++]) = {
-        x.get(), cos_rows_ ? cos_rows_[t] : cos.get(), sin_rows_ ? sin_rows_[t] : sin.get(), const_cast<char*>(out.get()), row,
-        activation_scale ? read<float>(activation_scale, t * activation_stride) : 1.0f};
-    const bool last = ++s == length;
-    if (last) s = 0;
-    x.advance(last);
-    cos.advance(last);
-    sin.advance(last);
-    out.advance(last);
+  const auto form_tokens = [&](auto set_rotation) {  // set_rotation(token, t, last)
+    for (std::int64_t t = first; t < first + count; ++t) {
+      std::int8_t* const row = rows_ ? rows_[t] : nullptr;
+      const bool last = ++s == length;
+      if (last) s = 0;
+      Token& token = row ? cached[cached_count++] : uncached[uncached_count++];
+      token.x = x.get();
+      token.out = const_cast<char*>(out.get());
+      token.row = row;
+      token.activation_scale = activation_scale ? read<float>(activation_scale, t * activation_stride) : 1.0f;
+      set_rotation(token, t, last);
+      x.advance(last);
+      out.advance(last);
+    }
+  };
+  if (!rotates_) {
+    form_tokens([](Token&, std::int64_t, bool) {});
+  } else if (cos_rows_) {
+    form_tokens([&](Token& token, std::int64_t t, bool) {
+      token.cos = cos_rows_[t];
+      token.sin = sin_rows_[t];
+    });
+  } else {
+    const auto cursor = [&](Argument argument) {
+      const std::int64_t* strides = plan_.operands[argument].strides;
+      return Cursor(call_[argument], strides[0], plan_.three_d ? strides[1] : 0, length, b, s);
+    };
+    form_tokens([cos = cursor(Argument::cos), sin = cursor(Argument::sin)](Token& token, std::int64_t, bool last) mutable {
+      token.cos = cos.get();
+      token.sin = sin.get();
+      cos.advance(last);
+      sin.advance(last);
+    });
   }
   std::int64_t written = 0;
   if (cached_count) written += stream_.cached(part_, cached, cached_count);

@@ -74,10 +74,10 @@ inline F divide(F value, F scale, F reciprocal) {
   return {q};
 }
 // C6. A value of at least 2^31 would convert to INT_MIN, so 127 is the upper bound before the conversion; below, INT_MIN
-// saturates to -128 as it should. NaN lanes are zeroed by the mask.
+// saturates to -128 as it should. Where the value is a NaN, 0 takes the quotient's place (a table as in canonical()).
 inline __m512i to_int32(F value, F scaled) {
-  const __mmask16 ordered = _mm512_cmp_ps_mask(value.v, value.v, _CMP_ORD_Q);
-  return _mm512_maskz_cvtps_epi32(ordered, _mm512_min_ps(scaled.v, _mm512_set1_ps(127.0f)));
+  const __m512 ordered = _mm512_fixupimm_ps(scaled.v, value.v, _mm512_set1_epi32(0x00000088), 0);
+  return _mm512_cvtps_epi32(_mm512_min_ps(ordered, _mm512_set1_ps(127.0f)));
 }
 inline __m128i quantise(F value, F scaled) { return _mm512_cvtsepi32_epi8(to_int32(value, scaled)); }
 // Two neighbouring blocks at once: three shuffles instead of four.
