@@ -35,8 +35,11 @@ PartRun::PartRun(const Plan& plan, const Prepared& prepared, int index)
   part_.dim = plan.dim;
   const View& cos = plan.operands[Argument::cos];
   part_.table_half = cos.shape[cos.ndim - 1] < plan.dim ? 0 : plan.dim / 2;
-  part_.x_head = stream_.head;
-  part_.out_head = stream_.out_head;
+  // After the only head of a token the pointers move on all the same, though nobody reads them: not by a stride that may be
+  // anything (I5), since a pointer that wraps around is undefined.
+  const bool several = stream_.heads > 1;
+  part_.x_head = several ? stream_.head : 0;
+  part_.out_head = several ? stream_.out_head : 0;
   if (plan.integer_x) {
     part_.weight_scale = reinterpret_cast<const char*>(prepared.weight_scale + stream_.first_column);
     part_.bias = static_cast<const char*>(prepared.bias) + stream_.first_column * 4;
@@ -47,7 +50,7 @@ PartRun::PartRun(const Plan& plan, const Prepared& prepared, int index)
     part_.scale = reinterpret_cast<const char*>(channels.scale);
     part_.offset = reinterpret_cast<const char*>(channels.offset);
     part_.reciprocal = reinterpret_cast<const char*>(channels.reciprocal);
-    part_.row_head = plan.operands[index == 1 ? Argument::k_cache : Argument::v_cache].strides[2];
+    part_.row_head = several ? plan.operands[index == 1 ? Argument::k_cache : Argument::v_cache].strides[2] : 0;
     rows_ = index == 1 ? prepared.k_rows : prepared.v_rows;
   }
   out_ = static_cast<char*>(call_[index == 0 ? Argument::q : index == 1 ? Argument::k : Argument::v]);
@@ -60,10 +63,10 @@ PartRun::PartRun(const Plan& plan, const Prepared& prepared, int index)
 // The pointer of one operand, which moves on token by token.
 class Cursor {
  public:
-  Cursor(const void* data, std::int64_t batch, std::int64_t sequence, std::int64_t length, std::int64_t b, std::int64_t s)
+  Cursor(const void* data, std::int64_t batch, std::int64_t sequence, const Call& call, std::int64_t b, std::int64_t s)
       : at_(static_cast<const char*>(data) + b * batch + s * sequence),
         within_(sequence),
-        next_(batch - (length - 1) * sequence) {}
+        next_(call.batch > 1 ? batch - (call.sequence - 1) * sequence : 0) {}  // the stride of a single batch means nothing
   const char* get() const { return at_; }
   void advance(bool last) { at_ += last ? next_ : within_; }
 
@@ -74,8 +77,8 @@ class Cursor {
 
 std::int64_t PartRun::run(std::int64_t first, std::int64_t count, std::int64_t b, std::int64_t s) const {
   const std::int64_t length = call_.sequence;
-  Cursor x(static_cast<const char*>(call_[stream_.argument]) + stream_.origin, stream_.batch, stream_.sequence, length, b, s);
-  Cursor out(out_, out_ ? stream_.out_batch : 0, out_ ? stream_.out_sequence : 0, length, b, s);
+  Cursor x(static_cast<const char*>(call_[stream_.argument]) + stream_.origin, stream_.batch, stream_.sequence, call_, b, s);
+  Cursor out(out_, out_ ? stream_.out_batch : 0, out_ ? stream_.out_sequence : 0, call_, b, s);
   const std::int64_t activation_stride = plan_.operands[Argument::activation_scale].strides[0];
   const void* const activation_scale = plan_.integer_x ? call_[Argument::activation_scale] : nullptr;
   Token cached[kGroup], uncached[kGroup];  // with a cache row, and without
@@ -105,7 +108,7 @@ std::int64_t PartRun::run(std::int64_t first, std::int64_t count, std::int64_t b
   } else {
     const auto cursor = [&](Argument argument) {
       const std::int64_t* strides = plan_.operands[argument].strides;
-      return Cursor(call_[argument], strides[0], plan_.three_d ? strides[1] : 0, length, b, s);
+      return Cursor(call_[argument], strides[0], plan_.three_d ? strides[1] : 0, call_, b, s);
     };
     form_tokens([cos = cursor(Argument::cos), sin = cursor(Argument::sin)](Token& token, std::int64_t, bool last) mutable {
       token.cos = cos.get();

@@ -113,7 +113,7 @@ View Arena::view(const std::string& label, DType dtype, std::vector<std::int64_t
     view.shape[axis] = n;
     empty = empty || n == 0;
     if (n == 1 && spread.junk_unit_strides && axis != view.ndim - 1) {
-      view.strides[axis] = 7 - 2048 * axis;
+      view.strides[axis] = (axis % 2 == 0 ? 1 : -1) * ((std::int64_t{1} << 62) + 7 - 2048 * axis);  // in no address space
     } else if (spread.repeated[axis]) {
       view.strides[axis] = 0;
     } else {
