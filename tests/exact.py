@@ -171,11 +171,14 @@ def dequant_rope_quant_kvcache(arguments):
     a = {name: numbers(given(name)) if integer and given(name) is not None else None
          for name in ("weight_scale", "activation_scale", "bias")}  # fmt: skip
     values, cos, sin = numbers(x), numbers(cos_array), numbers(arguments["sin"])
+    positions = range(tokens) if given("positions") is None else given("positions").tolist()  # I10
+    columns = cos_array.shape[-1]
     scales = {name: per_channel(given(name), heads, dim) for name in ("scale_k", "scale_v", "offset_k", "offset_v")}
     ascend = given("numerics") == "ascend" and output == "float16"  # C7
     indices = arguments["indices"].tolist()
     results = {"q": [], "k": [], "v": [], "k_cache": cache.copy(), "v_cache": arguments["v_cache"].copy()}
     for t in range(tokens):
+        turn = [(table[positions[t] * columns :][:columns] * 2)[:dim] for table in (cos, sin)]
         row = [dequantised(values[t * width + c], c, t, a) for c in range(width)]
         index = indices[t if page else t // steps]
         where = divmod(index, cache.shape[1]) if page else (t // steps, index + t % steps)
@@ -185,7 +188,7 @@ def dequant_rope_quant_kvcache(arguments):
             if kv < heads:
                 if ascend:
                     part = [rounded(value, "float16") for value in part]
-                part = rotated(part, cos[t * dim :][:dim], sin[t * dim :][:dim], "float16" if ascend else "float32")
+                part = rotated(part, *turn, "float16" if ascend else "float32")
             name = "q" if kv < 0 else "k" if kv < heads else "v"
             results[name] += [encode(rounded(value, output), output) for value in part]
             if kv >= 0 and index != -1:  # I3

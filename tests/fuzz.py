@@ -87,10 +87,10 @@ def plant(a, rng):
     kind = ("value", "value", "value", "type", "shape", "swapped", "stride", "list", "overlap", "read-only")[int(rng.integers(10))]
     array = a[name]
     if kind == "value":
-        name = ("indices", "scale_k", "scale_v", "offset_k", "offset_v")[int(rng.integers(5))]
+        name = ("indices", "positions", "scale_k", "scale_v", "offset_k", "offset_v")[int(rng.integers(6))]
         if a.get(name) is None or not a[name].size:
             return None
-        bad = (-(2**31), -2, 2**31 - 1, 10**6) if name == "indices" else (np.nan, np.inf, -np.inf)
+        bad = (-(2**31), -2, 2**31 - 1, 10**6) if name in ("indices", "positions") else (np.nan, np.inf, -np.inf)
         if name.startswith("scale"):
             bad += (0.0, -0.0)
         a[name] = np.array(a[name])
@@ -148,12 +148,14 @@ def in_pieces(drawn, isa, cuts):
     parts = []
     for first, last in cuts:
         part = dict(a)
-        for name in ("x", "cos", "sin"):
+        tables = a.get("positions") is not None
+        for name in ("x",) if tables else ("x", "cos", "sin"):
             part[name] = a[name][first:last]
-        scale = slice(first * steps, last * steps)
-        if a.get("activation_scale") is not None:
-            part["activation_scale"] = a["activation_scale"][scale]
-        part["indices"] = a["indices"][scale] if page else a["indices"][first:last]
+        tokens = slice(first * steps, last * steps)
+        for name in ("activation_scale", "positions"):
+            if a.get(name) is not None:
+                part[name] = a[name][tokens]
+        part["indices"] = a["indices"][tokens] if page else a["indices"][first:last]
         if not page:
             part |= {name: a[name][first:] for name in ("k_cache", "v_cache")}
         if a["out"] is not None:

@@ -1,6 +1,5 @@
 """I10: cos and sin as tables whose rows the positions choose. The same bytes as with gathered rows, and every refusal."""
 
-import ctypes
 import mmap
 
 import kvquant
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 from calls import call, refused, rows, tokens_of_codes
 from cases import Case, build, narrow
+from memory import guarded
 from test_errors import (ANY_TYPE, BATCHES, DIM, EXPECTED, IMPLEMENTATIONS, STEPS, TOKENS, Impostor, as_type, good, hashes,
                          observed, run)  # fmt: skip
 
@@ -21,16 +21,6 @@ def with_tables(pair, dim=34, table_rows=9, half=False, positions=(0, 8, 3, 3), 
     whole = {name: np.concatenate([table, table], 1) if half else table for name, table in tables.items()}
     gathered = {name: table[positions] for name, table in whole.items()}
     return built.arguments | tables | {"positions": positions}, built.arguments | gathered
-
-
-def before_guard_page(array):
-    """A copy whose last byte is followed by a page that nobody may touch."""
-    memory = np.frombuffer(mmap.mmap(-1, 2 * mmap.PAGESIZE), np.uint8)
-    guard = ctypes.c_void_p(memory.ctypes.data + mmap.PAGESIZE)
-    assert ctypes.CDLL(None).mprotect(guard, mmap.PAGESIZE, 0) == 0
-    copy = np.ndarray(array.shape, array.dtype, memory, mmap.PAGESIZE - array.nbytes)
-    copy[...] = array
-    return copy
 
 
 def same(a, b):
@@ -58,7 +48,7 @@ def test_fault_F21_position_outside_the_table(pair, isa, executed):
     """A table of 8 rows that ends at a page nobody may read."""
     tables, _ = with_tables(pair, 64, 8, positions=(0, 7, 3, 3))
     for name in ("cos", "sin"):
-        tables[name] = before_guard_page(tables[name])
+        tables[name] = guarded(tables[name])
     call(tables, isa)
     for bad in ([0, 8], [-1], [2**31], [2**32], [0, 2**62], [-(2**63)]):
         tables["positions"] = np.array([0] * (4 - len(bad)) + bad)
