@@ -25,9 +25,10 @@ SMALL_DIMS = tuple(dim for dim in DIMS if dim <= 66)
 
 @dataclass
 class Drawn:
-    """A call to make: `built` holds the operands, `fault` says what is wrong with them (None: nothing)."""
+    """A call to make: `built` holds the operands, `fault` says what is wrong with them (None: nothing), `good` what they were."""
 
     case: Case
+    good: dict
     built: object
     fault: object
     rng: object
@@ -48,8 +49,9 @@ def draw(seed, number):
     built = build(case)
     if rng.random() < 0.5:
         put_on_ties(case, built.arguments, rng)
+    good = dict(built.arguments)
     fault = plant(built.arguments, rng) if rng.random() < 0.125 else None
-    return Drawn(case, built.freeze(), fault, rng)
+    return Drawn(case, good, built.freeze(), fault, rng)
 
 
 def put_on_ties(case, a, rng):
@@ -177,8 +179,10 @@ def check(drawn, counts):
         kept = a["indices"].size and a["x"].size and not (a["indices"] == -1).all()
         kind = "rows written" if kept else "nothing to write"
     cuts = pieces(drawn) if error is None else []
-    for isa in kvquant.isa.available():
-        cell = isa, "-".join(drawn.case.pair)
+    for isa in (*kvquant.isa.available(), None):
+        cell = isa or kvquant.isa.active(), "-".join(drawn.case.pair)
+        if isa is None and drawn.fault:  # what is remembered of the good call must not help the spoilt one
+            kvquant.dequant_rope_quant_kvcache(**drawn.good)
         got_error, got = outcome(drawn.built, kvquant.dequant_rope_quant_kvcache, isa=isa)
         counts[kind] += 1
         counts[cell] += 1

@@ -39,7 +39,7 @@ def test_a_planted_bug_is_found_and_its_seed_finds_it_again(bug, monkeypatch):
 
     def wrong(**arguments):
         result = right(**arguments)
-        if arguments["isa"] == "scalar":
+        if arguments.get("isa") == "scalar":
             bug(result)
         return result
 
