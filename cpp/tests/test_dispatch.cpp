@@ -43,7 +43,7 @@ const Machine kMachines[] = {
 
 }  // namespace
 
-TEST_CASE("described machines get the best target that they can run") {
+TEST_CASE("described machines get the best target that they can run (F52)") {
   for (const Machine& machine : kMachines) {
     CAPTURE(machine.what);
     const char* best = nullptr;
