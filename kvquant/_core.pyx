@@ -182,6 +182,25 @@ cdef int fill(View* view, object given, Argument argument) except -1:
     return 0
 
 
+cdef bint is_like(const View* view, cnp.ndarray array) noexcept:
+    """Whether fill() would give this view again, the address apart. False may also mean that it takes fill() to tell."""
+    cdef int number = cnp.PyArray_TYPE(array), i
+    cdef DType dtype = DType.other
+    if 0 <= number < 32:
+        dtype = dtype_of_number[number]
+    elif number == bfloat16_number.load(memory_order_relaxed):
+        dtype = DType.bfloat16
+    if (dtype != view.dtype or cnp.PyArray_NDIM(array) != view.ndim or not PyArray_ISNOTSWAPPED(array)
+            or PyArray_ISWRITEABLE(array) == view.read_only):
+        return False
+    cdef cnp.npy_intp* shape = cnp.PyArray_DIMS(array)
+    cdef cnp.npy_intp* strides = cnp.PyArray_STRIDES(array)
+    for i in range(view.ndim):
+        if shape[i] != view.shape[i] or strides[i] != view.strides[i]:
+            return False
+    return True
+
+
 cdef int raise_status(const Status& status, object given) except -1:
     """Raises what I6 says for this status; `given` is the array at fault, if there is one."""
     cdef char[512] buffer
@@ -397,8 +416,8 @@ cdef object output(Request* r, Call* call, Argument argument):
     return array
 
 
-cdef object execute(Request* r):
-    """prepare and run a checked request; returns (q, k, v, k_cache, v_cache)."""
+cdef object execute(Request* r, void* indices=NULL):
+    """prepare and run a checked request, with other indices if any; returns (q, k, v, k_cache, v_cache)."""
     cdef const CorePlan* plan = r.plan
     cdef Call call
     cdef Prepared prepared
@@ -415,6 +434,8 @@ cdef object execute(Request* r):
     v = output(r, &call, Argument.v) if r.options.kv_output or r.tensors else k
     for i in range(<int>Argument.q):
         call.data[i] = r.data[i]
+    if indices != NULL:
+        call.data[<int>Argument.indices] = indices
     call.batch = plan.batch
     call.sequence = plan.sequence
 
@@ -528,6 +549,11 @@ cdef class Plan:
         dtype. All values, and the arrays' shapes, are read anew. Errors as in kvquant.dequant_rope_quant_kvcache.
         """
         cdef Request r
+        if (x is None and cos is None and sin is None and k_cache is None and v_cache is None and scale_k is None
+                and scale_v is None and offset_k is None and offset_v is None and weight_scale is None
+                and activation_scale is None and bias is None and positions is None and out is None and num_threads is None
+                and self.is_unchanged(indices)):
+            return execute(&self.bound, NULL if indices is None else cnp.PyArray_DATA(<cnp.ndarray>indices))
         given = self.given
         r.tensors = r.direct = self.bound.tensors
         out = given[14] if out is None else frozen(out)
@@ -556,6 +582,24 @@ cdef class Plan:
         else:
             check_plan(&r)
         return execute(&r)
+
+    cdef bint is_unchanged(self, indices):
+        """Whether no bound array has moved or changed its form, and `indices`, if given, have that of the bound ones."""
+        cdef cnp.ndarray array
+        cdef int i
+        if self.bound.tensors or not (indices is None or cnp.PyArray_CheckExact(indices)):
+            return False
+        for i in range(kOperandCount):
+            if self.bound.arrays[i] == NULL:
+                continue
+            if i == <int>Argument.indices and indices is not None:
+                if not is_like(&self.bound.operands.view[i], <cnp.ndarray>indices):
+                    return False
+                continue
+            array = <cnp.ndarray>self.bound.arrays[i]
+            if cnp.PyArray_DATA(array) != self.bound.data[i] or not is_like(&self.bound.operands.view[i], array):
+                return False
+        return True
 
     def __copy__(self):
         return self  # nothing of a plan can change
