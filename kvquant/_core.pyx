@@ -50,14 +50,14 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
         uint8, int16, uint16, uint32, uint64, float64, complex64, complex128, other
     cdef enum class Argument(int32_t):
         x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v
-        weight_scale, activation_scale, bias, positions, q, k, v, size_splits
+        weight_scale, activation_scale, bias, positions, q, k, v, size_splits, isa
     cdef int kOperandCount
     cdef enum class CacheMode(int32_t):
         contiguous, page
     cdef enum class Numerics(int32_t):
         fp32, ascend
     cdef enum class Code(int32_t):
-        ok, missing, dtype, vendor_dtype, index, isa_unavailable
+        ok, missing, dtype, vendor_dtype, index, isa_unknown, isa_unavailable
     cdef cppclass View:
         void* data
         DType dtype
@@ -208,6 +208,8 @@ cdef int raise_status(const Status& status, object given) except -1:
     text = buffer.decode()
     if status.code == Code.dtype and <DType><int>status.got == DType.other and given is not None:
         text = text.replace("an unknown dtype", str(given.dtype))
+    if status.code == Code.isa_unknown:
+        text += f", got {given!r}"
     if status.code == Code.missing or status.code == Code.dtype or status.code == Code.vendor_dtype:
         raise TypeError(text)
     if status.code == Code.index:
@@ -346,7 +348,10 @@ cdef int set_options(Request* r, quant_mode, input_layout, kv_output, cache_mode
     if isa is not None:
         if not isinstance(isa, str) or not isa or "\0" in isa:
             raise ValueError(f"isa: expected None or one of {', '.join(target_names())}, got {isa!r}")
-        r.options.isa = PyUnicode_AsUTF8AndSize(isa, &length)
+        try:
+            r.options.isa = PyUnicode_AsUTF8AndSize(isa, &length)
+        except UnicodeEncodeError:
+            raise ValueError(f"isa: expected None or one of {', '.join(target_names())}, got {isa!r}") from None
     return 0
 
 
@@ -373,7 +378,9 @@ cdef int fill_request(Request* r, x, cos, sin, k_cache, v_cache, indices, scale_
 
 
 cdef object array_at(Request* r, Argument argument):
-    """The array given for an argument, or None."""
+    """What was given for an argument, or None."""
+    if argument == Argument.isa:
+        return os.environ.get("KVQUANT_ISA") if r.options.isa == NULL else r.options.isa.decode()
     cdef PyObject* array = r.arrays[<int>argument] if <int>argument < kOperandCount else NULL
     return None if array == NULL else <object>array
 
@@ -470,7 +477,7 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
     """Dequantise, split into Q, K and V, rotate Q and K, quantise K and V to int8 and write them to their cache rows.
 
     T = B*S tokens, H = (Nq + 2*Nkv)*D columns. "Output type" is the dtype of cos: float16, bfloat16 (of ml_dtypes) or
-    float32. The arithmetic, rounding by rounding, is docs/contract.md (C1-C8); the index and memory rules are I1-I9 there.
+    float32. The arithmetic, rounding by rounding, is docs/contract.md (C1-C8); the index and memory rules are I1-I10 there.
 
     Parameters
     ----------
@@ -540,6 +547,11 @@ cdef class Plan:
     cdef Request bound
     cdef tuple given  # keeps alive what `bound` borrows: the operands in the order of Argument, then isa
 
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a Plan is made by kvquant.plan(...)")
+
+    # Without binding, CPython checks the type of self: Plan.run(None) is a TypeError.
+    @cython.binding(False)
     def run(self, indices=None, *, x=None, cos=None, sin=None, k_cache=None, v_cache=None, scale_k=None, scale_v=None,
             offset_k=None, offset_v=None, weight_scale=None, activation_scale=None, bias=None, positions=None, out=None,
             num_threads=None):
@@ -549,6 +561,7 @@ cdef class Plan:
         dtype. All values, and the arrays' shapes, are read anew. Errors as in kvquant.dequant_rope_quant_kvcache.
         """
         cdef Request r
+        self.check_made()
         if (x is None and cos is None and sin is None and k_cache is None and v_cache is None and scale_k is None
                 and scale_v is None and offset_k is None and offset_v is None and weight_scale is None
                 and activation_scale is None and bias is None and positions is None and out is None and num_threads is None
@@ -607,8 +620,15 @@ cdef class Plan:
     def __reduce__(self):
         raise TypeError("a Plan refers to the memory of its operands and can be neither pickled nor deep-copied; make a new one")
 
+    cdef int check_made(self) except -1:
+        if self.given is None:  # Plan.__new__(Plan)
+            raise TypeError("a Plan is made by kvquant.plan(...)")
+        return 0
+
+    @cython.binding(False)
     def describe(self):
         """One readable paragraph: shapes and dtypes, the path of a token, ISA, threads and the bytes of one run."""
+        self.check_made()
         cdef int64_t tokens = self.bound.plan.batch * self.bound.plan.sequence, kv = self.bound.plan.heads_kv * self.bound.plan.dim
         cdef int64_t q = self.bound.plan.heads_q * self.bound.plan.dim
         x, cos, k_cache, isa = self.given[0], self.given[1], self.given[3], self.given[15]
@@ -670,7 +690,7 @@ def active():
     cdef int index = 0
     cdef Status status = active_target(index)
     if status.code != Code.ok:
-        raise_status(status, None)
+        raise_status(status, os.environ.get("KVQUANT_ISA"))
     return target_name(index).decode()
 
 

@@ -36,8 +36,8 @@ def slots(block_table: _Index, positions: _Index, block_size: int) -> NDArray[np
             raise TypeError(f"{name}: expected a numpy.ndarray, got {type(array).__name__}")
         if not array.dtype.isnative or array.dtype.name not in ("int32", "int64"):
             raise TypeError(f"{name}: expected int32 or int64 in native byte order, got {array.dtype}")
-    if not isinstance(block_size, (int, np.integer)) or isinstance(block_size, bool) or block_size < 1:
-        raise ValueError(f"block_size: expected an integer of at least 1, got {block_size!r}")
+    if not isinstance(block_size, (int, np.integer)) or isinstance(block_size, bool) or not 1 <= block_size < 2**63:
+        raise ValueError(f"block_size: expected an integer of at least 1 and below 2**63, got {block_size!r}")
     if block_table.ndim not in (1, 2):
         raise ValueError(f"block_table: expected shape [B, M] or [M], got {block_table.shape}")
     if block_table.ndim == 1:

@@ -218,3 +218,32 @@ def test_one_plan_on_many_threads(isa):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("use", [
+    lambda plan: plan(1, 2), lambda plan: plan.__new__(plan).run(), lambda plan: plan.__new__(plan).describe(),
+    lambda plan: plan.run(None), lambda plan: plan.run(5), lambda plan: plan.describe(None),
+])  # fmt: skip
+def test_only_plan_makes_a_plan(use):
+    with pytest.raises(TypeError, match="Plan"):
+        use(kvquant.Plan)
+
+
+def test_a_changed_array_is_read_anew():
+    """run() skips reading metadata only while every bound array is where and what it was."""
+    built = build(Case(**CASE))
+    arguments = options_of(built)
+    plan = planned(built, None)
+    expected = expected_of(built)
+    indices = arguments["indices"]
+    built.restore()
+    for same in (indices.copy(), indices.astype(np.int64), np.repeat(indices, 2)[::2]):
+        assert difference(expected, run_again(plan, built, indices=same)) is None
+    indices.shape = (3, 3)
+    with pytest.raises(ValueError, match="indices"):
+        plan.run()
+    indices.shape = (9,)
+    assert difference(expected, run_again(plan, built)) is None
+    arguments["v_cache"].setflags(write=False)
+    with pytest.raises(ValueError, match="v_cache"):
+        plan.run()

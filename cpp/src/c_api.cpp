@@ -55,7 +55,7 @@ kvquant_status result(const Status& status) {
 constexpr std::size_t kOptionsV1 = offsetof(kvquant_options, reserved) + sizeof(kvquant_options::reserved);
 constexpr std::size_t kDataV1 = offsetof(kvquant_data, v) + sizeof(kvquant_data::v);
 
-// Copies a caller's structure, which may be older (shorter) or newer (longer, but then zero beyond what is known here).
+// Copies a caller's structure, which may be the first version (shorter) or newer (longer, but then zero beyond what is known here).
 template <class Struct>
 kvquant_status copy_sized(const char* name, const Struct* from, std::size_t least, Struct& to) {
   const std::size_t size = from->size;
@@ -66,7 +66,7 @@ kvquant_status copy_sized(const char* name, const Struct* from, std::size_t leas
     if (bytes[i])
       return fail(KVQUANT_ERR_PARAM_INVALID,
                   "%s: expected zero in the fields that this library does not know, got a value at byte %zu", name, i);
-  std::memcpy(&to, bytes, size < sizeof(Struct) ? size : sizeof(Struct));
+  std::memcpy(&to, bytes, size < sizeof(Struct) ? least : sizeof(Struct));
   return KVQUANT_OK;
 }
 

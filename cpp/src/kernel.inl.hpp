@@ -326,6 +326,20 @@ std::int64_t kernel(const Part& p, const Token* tokens, std::int64_t count) {
   return all_tokens<Task<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, true>>(p, tokens, count);
 }
 
+// Twice the bits of a float32, without its sign, are at least FF000000 if it is not finite; less zero_is_bad, they wrap if it is
+// zero. The comparison is shifted into signed numbers, which every ISA can compare.
+std::int32_t pack(const char* from, char* to, std::int64_t count, std::uint32_t zero_is_bad) {
+  std::int32_t bad = 0;
+#pragma omp simd reduction(| : bad)
+  for (std::int64_t i = 0; i < count; ++i) {
+    std::uint32_t bits = 0;
+    __builtin_memcpy(&bits, from + i * 4, 4);
+    bad |= static_cast<std::int32_t>(2 * bits + (0x80000000u - zero_is_bad)) > 0x7EFFFFFE ? -1 : 0;
+    __builtin_memcpy(to + i * 4, &bits, 4);
+  }
+  return bad;
+}
+
 template <bool kTail> using Float16Source = FloatSource<Float16, kTail>;
 template <bool kTail> using Bfloat16Source = FloatSource<Bfloat16, kTail>;
 template <bool kTail> using Float32Source = FloatSource<Float32, kTail>;
@@ -357,5 +371,6 @@ constexpr KernelTable make_table() {
     fill_output<Bfloat16, Bfloat16Source, false>(table.kernels[numerics], kBfloat16);
     fill_output<Float32, Float32Source, false>(table.kernels[numerics], kFloat32);
   }
+  table.pack = pack;
   return table;
 }

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "check.hpp"
+#include "dispatch.hpp"
 #include "fp_state.hpp"
 
 namespace kvquant {
@@ -308,13 +309,6 @@ void Preparer::choose_stores() {
   out_.stream_out = tokens_ * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
 }
 
-// Whether the float32 of these bits is not finite or, with zero_is_bad = 1, zero. Twice the bits, without the sign, are at
-// least FF000000 for what is not finite; less zero_is_bad, they wrap for zero. The comparison is shifted into signed numbers,
-// which baseline SIMD can compare.
-inline std::int32_t is_bad(std::uint32_t bits, std::uint32_t zero_is_bad) {  // 0 or -1
-  return static_cast<std::int32_t>(2 * bits + (0x80000000u - zero_is_bad)) > 0x7EFFFFFE ? -1 : 0;
-}
-
 // Copies a scale or offset to out[Nkv*D], each element of the operand read once, and checks what it read by its bits (C6).
 Status Preparer::pack_channels(Argument argument, bool is_scale, float* out) const {
   const View& view = plan_.operands[argument];
@@ -323,27 +317,21 @@ Status Preparer::pack_channels(Argument argument, bool is_scale, float* out) con
   const bool single = view.ndim == 0 || (view.ndim == 1 && view.shape[0] == 1);
   const std::int64_t step = single || per_head ? 0 : view.strides[view.ndim - 1];
   const std::int64_t head_step = single ? 0 : view.ndim == 2 ? view.strides[0] : dim * view.strides[0];
-  const void* const data = call_[argument];
-  const std::uint32_t zero_is_bad = is_scale ? 1 : 0;
-  std::int32_t bad = 0;
-  if (step == sizeof(float) && (heads == 1 || head_step == dim * step)) {
-    for (std::int64_t c = 0; c < heads * dim; ++c) {
-      const std::uint32_t bits = read<std::uint32_t>(data, c * 4);
-      bad |= is_bad(bits, zero_is_bad);
-      std::memcpy(out + c, &bits, sizeof(bits));
-    }
-  } else {
+  const char* from = static_cast<const char*>(call_[argument]);
+  if (step != sizeof(float) || (heads > 1 && head_step != dim * step)) {
     for (std::int64_t h = 0; h < heads; ++h)
       for (std::int64_t d = 0; d < dim; ++d) {
         const bool repeats = (single && h > 0) || ((single || per_head) && d > 0);  // read once
-        float& value = out[h * dim + d];
-        value = repeats ? out[single ? 0 : h * dim] : read<float>(data, h * head_step + d * step);
-        bad |= is_bad(bits_of(value), zero_is_bad);
+        out[h * dim + d] = repeats ? out[single ? 0 : h * dim] : read<float>(from, h * head_step + d * step);
       }
+    from = reinterpret_cast<const char*>(out);
   }
-  if (!bad) return {};
+  const auto pack = [&](const char* values, float* to, std::int64_t count) {
+    return plan_.target->table->pack(values, reinterpret_cast<char*>(to), count, is_scale ? 1 : 0);
+  };
+  if (!pack(from, out, heads * dim)) return {};
   std::int64_t c = 0;
-  while (!is_bad(bits_of(out[c]), zero_is_bad)) ++c;
+  while (!pack(reinterpret_cast<const char*>(out + c), out + c, 1)) ++c;
   return fault(is_scale ? Code::scale : Code::offset, argument, bits_of(out[c]), 0, -1, single ? 0 : per_head ? c / dim : c);
 }
 

@@ -1,5 +1,5 @@
 /* kvquant for C: dequantise -> split QKV -> rotary embedding -> quantise K and V to int8 -> scatter into the KV cache, in one
- * pass on the CPU. The rules (C1-C8, I1-I9), and shapes and dtypes of all operands, are in docs/contract.md.
+ * pass on the CPU. The rules (C1-C8, I1-I10), and shapes and dtypes of all operands, are in docs/contract.md.
  *
  * Two phases with the arguments of aclnnDequantRopeQuantKvcache, in its order:
  *

@@ -1,5 +1,5 @@
 // kvquant: dequantise -> split QKV -> rotary embedding -> quantise K and V to int8 -> scatter into the KV cache,
-// in one pass on the CPU. The numeric and safety rules (C1-C8, I1-I9) are in docs/contract.md.
+// in one pass on the CPU. The numeric and safety rules (C1-C8, I1-I10) are in docs/contract.md.
 //
 // Plan -> prepare -> run:
 //   make_plan  looks at metadata only (dtypes, shapes, strides, options). A plan is immutable and may be shared by threads.
