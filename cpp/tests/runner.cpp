@@ -1,4 +1,5 @@
 // Plan -> prepare -> run in a fenced workspace, and the comparison of every target with the oracle (cases.hpp).
+#include <cstdlib>
 #include <cstring>
 
 #include "cases.hpp"
@@ -70,9 +71,10 @@ Status execute(const Operands& operands, const Options& options) {
 }
 
 std::vector<int> available_targets() {
+  const char* const only = std::getenv("KVQUANT_TEST_TARGET");  // for the long tests, which may share processors by target
   std::vector<int> targets;
   for (int i = 0; i < kvquant::target_count(); ++i)
-    if (kvquant::target_missing(i) == nullptr) targets.push_back(i);
+    if (kvquant::target_missing(i) == nullptr && (!only || std::strcmp(only, kvquant::target_name(i)) == 0)) targets.push_back(i);
   return targets;
 }
 
