@@ -89,7 +89,6 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
         int64_t tokens
     size_t message(const Status&, char*, size_t) noexcept
     const char* name(Argument) noexcept
-    Status make_plan(const Operands&, const Options&, CorePlan&) noexcept
     size_t workspace_size(const CorePlan&, int64_t) noexcept
     Status prepare(const CorePlan&, const Call&, void*, size_t, Prepared&) noexcept
     void run(const CorePlan&, const Prepared&, int64_t, int64_t) noexcept
