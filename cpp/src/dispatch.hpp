@@ -32,7 +32,7 @@ const char* missing_feature(const Target& target, const CpuAnswers& cpu) noexcep
 // The target that `isa` names (null or empty: the active one). Errors: isa_unknown, isa_unavailable.
 Status find_target(const char* isa, const Target*& target) noexcept;
 
-// A division takes longer than the five multiplications that replace it (divide() in simd/avx512.hpp).
+// A division takes longer than what replaces it (simd/estimate.hpp).
 bool divides_slowly(const CpuAnswers& cpu) noexcept;
 bool divides_slowly() noexcept;  // the CPU this runs on
 

@@ -17,7 +17,7 @@ struct Part {
   const char* weight_scale;                 // float32 [heads*dim]; null for float x
   const char* bias;                         // int32 or float32 [heads*dim]; null for float x
   const char* scale;                        // float32 [heads*dim]; null if nothing is quantised
-  const char* reciprocal;                   // float32 [heads*dim], 1/scale; null: divide (see divide() in simd/avx512.hpp)
+  const char* reciprocal;                   // float32 [heads*dim], 1/scale; null: divide (see simd/estimate.hpp)
   const char* offset;                       // float32 [heads*dim]
   bool block_tokens;                        // columns are worth keeping in registers over four tokens
   bool stream_out, stream_rows;             // non-temporal stores; every head then starts at a multiple of 64 bytes
@@ -46,6 +46,7 @@ enum Job { kRotateOut, kRotateCache, kRotateCacheOut, kCache, kCacheOut, kOut, k
 struct KernelTable {
   Kernel kernels[2][kSources][kOutputs][kJobs];
   std::int32_t (*pack)(const char* from, char* to, std::int64_t count, std::uint32_t zero_is_bad);
+  bool writes_whole_lines;  // of cache rows at once: half lines, written non-temporally, cost more than they save
 };
 
 extern const KernelTable kScalarTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table, kNeonTable;

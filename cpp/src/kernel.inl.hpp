@@ -4,14 +4,6 @@
 // Each target includes this file inside its own anonymous namespace after its simd header, with its own compiler flags: the
 // linker must never merge these functions with those of another target, so there is nothing here with external linkage.
 
-// Loops over tokens and blocks must be unrolled, or what they index stays in memory; GCC does that at -O3 only, which
-// multiplies code elsewhere.
-#if defined(__clang__)
-#define KVQUANT_UNROLL _Pragma("unroll")
-#else
-#define KVQUANT_UNROLL _Pragma("GCC unroll 4")
-#endif
-
 // The first `kLanes` or, in the last block of a half head, the first n elements.
 template <class T, bool kTail>
 inline F load_block(T type, const char* p, int n) {
@@ -151,7 +143,9 @@ template <template <bool> class SourceT, class OutT, bool kRotateIt, bool kCache
 struct Task {
   template <bool kTail> using Source = SourceT<kTail>;
   using Out = OutT;
+  using Divided = Task<SourceT, OutT, kRotateIt, kCacheIt, kOutIt, kAscendIt, true>;
   static constexpr bool kRotate = kRotateIt, kCache = kCacheIt, kOut = kOutIt, kAscend = kAscendIt, kDivide = kDivideIt;
+  static constexpr int kBlocks = kCacheIt ? kWideRow : kWide;  // of a tile
 };
 
 // Moves what is per column by `columns` columns, what is per token by that or to the next head.
@@ -181,6 +175,51 @@ inline void next_head(const Part& p, Token& token) {
   if constexpr (TaskT::kCache) token.row += p.row_head;
 }
 
+// The outputs of kBlocks neighbouring blocks in both halves of a head; p: the first of the lower half, `half` bytes apart.
+template <class T, bool kTail, int kBlocks>
+__attribute__((always_inline)) inline void put_out(char* p, std::int64_t half, const Pair (&value)[kBlocks], int n,
+                                                   bool stream_it) {
+  if constexpr (kBlocks == 1) {
+    store_block<T, kTail>(T{}, p, value[0].a, n, stream_it);
+    store_block<T, kTail>(T{}, p + half, value[0].b, n, stream_it);
+  } else {
+    KVQUANT_UNROLL
+    for (int i = 0; i < kBlocks; i += 2) store_blocks(T{}, p + i * kLanes * kSize<T>, value[i].a, value[i + 1].a, stream_it);
+    KVQUANT_UNROLL
+    for (int i = 0; i < kBlocks; i += 2) store_blocks(T{}, p + half + i * kLanes * kSize<T>, value[i].b, value[i + 1].b, stream_it);
+  }
+}
+
+template <bool kTail, int kBlocks>
+__attribute__((always_inline)) inline void put_bytes(char* p, const Words (&words)[kBlocks], int n, bool stream_it) {
+  if constexpr (kBlocks == 1) store_block<Int8, kTail>(Int8{}, p, narrow(words[0]), n, stream_it);
+  if constexpr (kBlocks == 2) store_block<Int8, false>(Int8{}, p, narrow(words[0], words[1]), n, stream_it);
+  if constexpr (kBlocks == 4) store_block<Int8, false>(Int8{}, p, narrow(words[0], words[1], words[2], words[3]), n, stream_it);
+}
+
+// C6 of kBlocks neighbouring blocks in both halves of a head, from column j on.
+template <bool kDivide, bool kTail, int kBlocks>
+__attribute__((always_inline)) inline void put_row(const Part& p, char* row, std::int64_t j, const Pair (&value)[kBlocks],
+                                                   int n) {
+  const std::int64_t half = p.dim / 2;
+  const auto columns = [&](const char* vector, int i) {
+    return load_pair<Float32, kTail>(Float32{}, vector, {j + i * kLanes, half + j + i * kLanes, n});
+  };
+  Words a[kBlocks], b[kBlocks];
+  if constexpr (kDivide) {
+    KVQUANT_UNROLL
+    for (int i = 0; i < kBlocks; ++i) {
+      const Pair scale = columns(p.scale, i), offset = columns(p.offset, i);
+      a[i] = whole(value[i].a, add(div(value[i].a, scale.a), offset.a));
+      b[i] = whole(value[i].b, add(div(value[i].b, scale.b), offset.b));
+    }
+  } else if (__builtin_expect(!estimate(value, p, j, a, b), 0)) {
+    return divide_again(value, p, j, row);
+  }
+  put_bytes<kTail>(row + j, a, n, p.stream_rows);
+  put_bytes<kTail>(row + half + j, b, n, p.stream_rows);
+}
+
 // N tokens of kBlocks neighbouring blocks of columns in both halves of one head, j columns from where the pointers in p and
 // in the tokens are; turn(t, i) gives cos and sin. The column vectors are loaded once for all tokens. Two blocks make narrowing
 // cheaper. Inlined by force: called out of line, it would take the address of everything kept in registers.
@@ -196,45 +235,22 @@ __attribute__((always_inline)) inline void tile(const Part& p, const Token* toke
   for (int i = 0; i < kBlocks; ++i) columns[i] = SourceT::columns(p, {j + i * kLanes, half + j + i * kLanes, n});
   KVQUANT_UNROLL
   for (int t = 0; t < N; ++t) {
-    Pair value[kBlocks], scaled[kBlocks];
+    Pair value[kBlocks];
     KVQUANT_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       const Block c{j + i * kLanes, half + j + i * kLanes, n};
       SourceT::prefetch(tokens[t].x, c);
       value[i] = SourceT::load(columns[i], tokens[t], c);
-      if constexpr (TaskT::kRotate) {
+    }
+    if constexpr (TaskT::kRotate) {
+      KVQUANT_UNROLL
+      for (int i = 0; i < kBlocks; ++i) {
         const CosSin by = turn(t, i);
         value[i] = rotate<TaskT::kAscend, SourceT::template kIs<Float16>>(value[i], by.cos, by.sin);
       }
-      if constexpr (TaskT::kOut && kBlocks == 1) {
-        store_block<OutT, kTail>(OutT{}, tokens[t].out + c.a * kSize<OutT>, value[i].a, n, p.stream_out);
-        store_block<OutT, kTail>(OutT{}, tokens[t].out + c.b * kSize<OutT>, value[i].b, n, p.stream_out);
-      }
-      if constexpr (TaskT::kCache) {
-        const Pair scale = load_pair<Float32, kTail>(Float32{}, p.scale, c), offset = load_pair<Float32, kTail>(Float32{}, p.offset, c);
-        if constexpr (TaskT::kDivide) {
-          scaled[i] = {div(value[i].a, scale.a), div(value[i].b, scale.b)};
-        } else {
-          const Pair reciprocal = load_pair<Float32, kTail>(Float32{}, p.reciprocal, c);
-          scaled[i] = {divide(value[i].a, scale.a, reciprocal.a), divide(value[i].b, scale.b, reciprocal.b)};
-        }
-        scaled[i] = {add(scaled[i].a, offset.a), add(scaled[i].b, offset.b)};
-      }
     }
-    if constexpr (TaskT::kOut && kBlocks == 2) {
-      store_blocks(OutT{}, tokens[t].out + j * kSize<OutT>, value[0].a, value[1].a, p.stream_out);
-      store_blocks(OutT{}, tokens[t].out + (half + j) * kSize<OutT>, value[0].b, value[1].b, p.stream_out);
-    }
-    if constexpr (TaskT::kCache) {
-      char* const row = reinterpret_cast<char*>(tokens[t].row) + j;
-      if constexpr (kBlocks == 2) {
-        store_block<Int8, false>(Int8{}, row, quantise(value[0].a, scaled[0].a, value[1].a, scaled[1].a), n, p.stream_rows);
-        store_block<Int8, false>(Int8{}, row + half, quantise(value[0].b, scaled[0].b, value[1].b, scaled[1].b), n, p.stream_rows);
-      } else {
-        store_block<Int8, kTail>(Int8{}, row, quantise(value[0].a, scaled[0].a), n, p.stream_rows);
-        store_block<Int8, kTail>(Int8{}, row + half, quantise(value[0].b, scaled[0].b), n, p.stream_rows);
-      }
-    }
+    if constexpr (TaskT::kOut) put_out<OutT, kTail>(tokens[t].out + j * kSize<OutT>, half * kSize<OutT>, value, n, p.stream_out);
+    if constexpr (TaskT::kCache) put_row<TaskT::kDivide, kTail>(p, reinterpret_cast<char*>(tokens[t].row), j, value, n);
   }
 }
 
@@ -258,21 +274,20 @@ __attribute__((always_inline)) inline void all_heads(const Part& part, const Tok
   }
 }
 
-// What is left of half a head behind a multiple of kWide blocks. A function of its own, so that it is there only once.
+// What is left of half a head behind whole tiles. A function of its own, so that it is there only once.
 template <class TaskT>
 __attribute__((noinline)) void rest(const Part& p, const Token& token, std::int64_t j) {
   const std::int64_t half = p.dim / 2;
-  if (j + kLanes <= half) {
-    all_heads<TaskT, false, 1>(p, token, j, kLanes);
-    j += kLanes;
-  }
+  if constexpr (TaskT::kBlocks > kWide)
+    for (; j + kWide * kLanes <= half; j += kWide * kLanes) all_heads<TaskT, false, kWide>(p, token, j, kLanes);
+  for (; j + kLanes <= half; j += kLanes) all_heads<TaskT, false, 1>(p, token, j, kLanes);
   if (j < half) all_heads<TaskT, true, 1>(p, token, j, static_cast<int>(half - j));
 }
 
 // Long rows: kBlock tokens at a time, heads outside: what the tokens share is loaded once, and x is read in order.
 template <class TaskT>
 inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int64_t count) {
-  constexpr int kColumns = kWide * kLanes;
+  constexpr int kColumns = TaskT::kBlocks * kLanes;
   const std::int64_t half = part.dim / 2, whole = half - half % kColumns;
   Rotation rotations[TaskT::kRotate ? kBlock : 1];
   std::int64_t t = 0;
@@ -292,29 +307,29 @@ inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int
       }
       for (std::int64_t h = 0; h < p.heads; ++h) {
         for (std::int64_t j = 0; j < columns; j += kColumns)
-          tile<TaskT, false, kBlock, kWide>(p, at, [&](int i, int k) { return rotations[i].at(j + k * kLanes); }, j, kLanes);
+          tile<TaskT, false, kBlock, TaskT::kBlocks>(p, at, [&](int i, int k) { return rotations[i].at(j + k * kLanes); }, j, kLanes);
         move_columns<TaskT>(p, p.dim);
         KVQUANT_UNROLL
         for (int i = 0; i < kBlock; ++i) next_head<TaskT>(p, at[i]);
       }
     }
     if (whole < half)
-      for (int i = 0; i < kBlock; ++i) rest<TaskT>(part, tokens[t + i], whole);
+      for (int i = 0; i < kBlock; ++i) rest<typename TaskT::Divided>(part, tokens[t + i], whole);
   }
   return t;
 }
 
 template <class TaskT>
 inline std::int64_t all_tokens(const Part& part, const Token* tokens, std::int64_t count) {
-  constexpr int kColumns = kWide * kLanes;
+  constexpr int kColumns = TaskT::kBlocks * kLanes;
   const Part p = part;  // a copy that no store can alias
   const std::int64_t half = p.dim / 2, whole = half - half % kColumns;
   std::int64_t t = 0;
   if constexpr (TaskT::template Source<false>::kBlocked && kBlock > 1)
     if (p.block_tokens) t = token_blocks<TaskT>(p, tokens, count);
   for (; t < count; ++t) {
-    for (std::int64_t j = 0; j < whole; j += kColumns) all_heads<TaskT, false, kWide>(p, tokens[t], j, kLanes);
-    if (whole < half) rest<TaskT>(p, tokens[t], whole);
+    for (std::int64_t j = 0; j < whole; j += kColumns) all_heads<TaskT, false, TaskT::kBlocks>(p, tokens[t], j, kLanes);
+    if (whole < half) rest<typename TaskT::Divided>(p, tokens[t], whole);
   }
   return TaskT::kCache ? count : 0;
 }
@@ -372,5 +387,6 @@ constexpr KernelTable make_table() {
     fill_output<Float32, Float32Source, false>(table.kernels[numerics], kFloat32);
   }
   table.pack = pack;
+  table.writes_whole_lines = kWideRow * kLanes == 64;
   return table;
 }

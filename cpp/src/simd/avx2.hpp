@@ -1,7 +1,8 @@
 // The 16-lane block as two ymm registers (AVX2, F16C, FMA). Knows no operator. Included inside an anonymous namespace.
 
 constexpr int kWide = 2;  // neighbouring blocks at once: narrowing shares instructions
-constexpr bool kReciprocals = true;  // divide() gives the bits of div() where a reciprocal is known
+constexpr int kWideRow = kWide;
+constexpr bool kReciprocals = true;  // with estimate.hpp
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long
 struct F {
   __m256 lo, hi;
@@ -63,33 +64,40 @@ inline __m256i narrow(Bfloat16, F a) {
 }
 template <class T> inline void store(T half, char* p, F a) { store_256(p, narrow(half, a)); }
 
-// See divide() in avx512.hpp for why this is the correctly rounded quotient. max and min return their second operand if
-// either is NaN: the order here keeps a NaN.
-inline __m256 divide(__m256 value, __m256 scale, __m256 reciprocal) {
-  const __m256 v = _mm256_max_ps(_mm256_set1_ps(-0x1p60f), _mm256_min_ps(_mm256_set1_ps(0x1p60f), value));
-  __m256 q = _mm256_mul_ps(v, reciprocal);
-  q = _mm256_fmadd_ps(_mm256_fnmadd_ps(scale, q, v), reciprocal, q);
-  return _mm256_fmadd_ps(_mm256_fnmadd_ps(scale, q, v), reciprocal, q);
+// From the nearest integer; NaN stays, infinity gives NaN.
+inline F distance(F a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return sub(a, {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)});
 }
-inline F divide(F value, F scale, F reciprocal) {
-  return {divide(value.lo, scale.lo, reciprocal.lo), divide(value.hi, scale.hi, reciprocal.hi)};
+inline F unite(F a, F b, F c) {
+  return {_mm256_or_ps(_mm256_or_ps(a.lo, b.lo), c.lo), _mm256_or_ps(_mm256_or_ps(a.hi, b.hi), c.hi)};
 }
-// C6. Clamping before the conversion gives the same as after it, because the limits are integers. NaN lanes are masked to 0.
-inline __m256i quantise(__m256 value, __m256 scaled) {
-  const __m256 clamped = _mm256_max_ps(_mm256_min_ps(scaled, _mm256_set1_ps(127.0f)), _mm256_set1_ps(-128.0f));
-  return _mm256_and_si256(_mm256_cvtps_epi32(clamped), _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_ORD_Q)));
+// Of united magnitudes: whether one of them is 2 or more, or a NaN.
+inline bool any_at_least_two(F united) {
+  return !_mm256_testz_si256(_mm256_castps_si256(_mm256_or_ps(united.lo, united.hi)), _mm256_set1_epi32(0x40000000));
 }
-inline __m128i quantise(F value, F scaled) {
+
+struct Words {
+  __m256i lo, hi;
+};
+// C6. A value of at least 2^31 would convert to INT_MIN, so 127 is the upper bound before the conversion; below, INT_MIN
+// saturates to -128 as it should.
+inline __m256i whole(__m256 scaled) { return _mm256_cvtps_epi32(_mm256_min_ps(scaled, _mm256_set1_ps(127.0f))); }
+inline Words whole(F scaled) { return {whole(scaled.lo), whole(scaled.hi)}; }
+// NaN lanes are masked to 0.
+inline __m256i whole(__m256 value, __m256 scaled) {
+  return _mm256_and_si256(whole(scaled), _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_ORD_Q)));
+}
+inline Words whole(F value, F scaled) { return {whole(value.lo, scaled.lo), whole(value.hi, scaled.hi)}; }
+inline __m128i narrow(Words a) {
   // packs works per 128-bit half: quarters lo0 hi0 lo1 hi1 are put back in order.
-  const __m256i words = _mm256_packs_epi32(quantise(value.lo, scaled.lo), quantise(value.hi, scaled.hi));
-  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xD8);
+  const __m256i ordered = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xD8);
   return _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
 }
 // Two neighbouring blocks at once: four shuffles instead of eight.
-inline __m256i quantise(F value0, F scaled0, F value1, F scaled1) {
-  const __m256i words0 = _mm256_packs_epi32(quantise(value0.lo, scaled0.lo), quantise(value0.hi, scaled0.hi));
-  const __m256i words1 = _mm256_packs_epi32(quantise(value1.lo, scaled1.lo), quantise(value1.hi, scaled1.hi));
-  return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words0, words1), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+inline __m256i narrow(Words a, Words b) {
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a.lo, a.hi), _mm256_packs_epi32(b.lo, b.hi));
+  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 inline void store(Int8, char* p, __m128i a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), a); }
 inline void store(Int8, char* p, __m256i a) { store_256(p, a); }

@@ -1,7 +1,8 @@
 // The 16-lane block as one zmm register (AVX-512 F, BW, VL, DQ). Knows no operator. Included inside an anonymous namespace.
 
 constexpr int kWide = 2;  // neighbouring blocks at once: narrowing shares instructions
-constexpr bool kReciprocals = true;  // divide() gives the bits of div() where a reciprocal is known
+constexpr int kWideRow = 4;  // the same where a cache row is written: whole lines
+constexpr bool kReciprocals = true;  // with estimate.hpp
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long; 8 was not better, 16 worse
 
 struct F {
@@ -59,34 +60,36 @@ inline __m256i round_bfloat16(F a) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd), 16));
 }
 
-// True division by a scale whose reciprocal, rounded to nearest, is known: five operations at full rate, where vdivps takes
-// ten cycles. The first refinement brings the quotient within one unit in the last place, the second gives the correctly
-// rounded one (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990, theorem 8.2), as long as
-// no intermediate value leaves the normal range. prepare.cpp gives reciprocals only for 2^-40 <= |scale| <= 2^20 and
-// |offset| <= 2^20. With |value| limited to 2^60 nothing overflows, and a quotient that the limit changes stays beyond 2^40:
-// it saturates either way. A quotient so small that the residual underflows is far below 2^-30 and can't change rint().
-// A NaN becomes 2^60 here; quantise() looks at the value itself.
-inline F divide(F value, F scale, F reciprocal) {
-  const __m512 v = _mm512_range_ps(value.v, _mm512_set1_ps(0x1p60f), 2);  // the smaller magnitude, with the sign of value
-  __m512 q = _mm512_mul_ps(v, reciprocal.v);
-  q = _mm512_fmadd_ps(_mm512_fnmadd_ps(scale.v, q, v), reciprocal.v, q);
-  q = _mm512_fmadd_ps(_mm512_fnmadd_ps(scale.v, q, v), reciprocal.v, q);
-  return {q};
+inline F unite(F a, F b, F c) {
+  const auto bits = [](F f) { return _mm512_castps_si512(f.v); };
+  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits(a), bits(b), bits(c), 0xFE))};
 }
+// From the nearest integer; NaN stays, infinity gives 0.
+inline F distance(F a) { return {_mm512_reduce_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// Of united magnitudes: whether one of them is 2 or more, or a NaN.
+inline bool any_at_least_two(F united) {
+  return _mm512_test_epi32_mask(_mm512_castps_si512(united.v), _mm512_set1_epi32(0x40000000)) != 0;
+}
+
+using Words = __m512i;
 // C6. A value of at least 2^31 would convert to INT_MIN, so 127 is the upper bound before the conversion; below, INT_MIN
-// saturates to -128 as it should. Where the value is a NaN, 0 takes the quotient's place (a table as in canonical()).
-inline __m512i to_int32(F value, F scaled) {
-  const __m512 ordered = _mm512_fixupimm_ps(scaled.v, value.v, _mm512_set1_epi32(0x00000088), 0);
-  return _mm512_cvtps_epi32(_mm512_min_ps(ordered, _mm512_set1_ps(127.0f)));
+// saturates to -128 as it should.
+inline Words whole(F scaled) { return _mm512_cvtps_epi32(_mm512_min_ps(scaled.v, _mm512_set1_ps(127.0f))); }
+// Where the value is a NaN, 0 takes the quotient's place (a table as in canonical()).
+inline Words whole(F value, F scaled) {
+  return whole(F{_mm512_fixupimm_ps(scaled.v, value.v, _mm512_set1_epi32(0x00000088), 0)});
 }
-inline __m128i quantise(F value, F scaled) { return _mm512_cvtsepi32_epi8(to_int32(value, scaled)); }
-// Two neighbouring blocks at once: three shuffles instead of four.
-inline __m256i quantise(F value0, F scaled0, F value1, F scaled1) {
-  // packs works per 128-bit quarter: quarter i holds bytes 4i..4i+3 of block 0, then those of block 1.
-  const __m512i words = _mm512_packs_epi32(to_int32(value0, scaled0), to_int32(value1, scaled1));
-  const __m512i bytes = _mm512_packs_epi16(words, words);
+inline __m128i narrow(Words a) { return _mm512_cvtsepi32_epi8(a); }
+// Neighbouring blocks at once: fewer shuffles. packs works per 128-bit quarter: quarter i then holds bytes 4i..4i+3 of block 0,
+// the same of block 1, and so on.
+inline __m256i narrow(Words a, Words b) {
+  const __m512i words = _mm512_packs_epi32(a, b);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
-  return _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, bytes));
+  return _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, _mm512_packs_epi16(words, words)));
+}
+inline __m512i narrow(Words a, Words b, Words c, Words d) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d)));
 }
 
 inline F round_float16(F a) { return {_mm512_cvtph_ps(narrow_half(a.v))}; }
@@ -106,6 +109,7 @@ inline void store(Float32 type, char* p, F first, F second) {
 template <class T> inline void store(T half, char* p, F first, F second) { _mm512_storeu_si512(p, narrow(half, first, second)); }
 inline void store(Int8, char* p, __m128i a) { _mm_storeu_epi8(p, a); }
 inline void store(Int8, char* p, __m256i a) { _mm256_storeu_epi8(p, a); }
+inline void store(Int8, char* p, __m512i a) { _mm512_storeu_si512(p, a); }
 inline void store_n(Float32, char* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), canonical(a)); }
 inline void store_n(Float16, char* p, F a, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(Float16{}, a)); }
 inline void store_n(Bfloat16, char* p, F a, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(Bfloat16{}, a)); }
@@ -114,6 +118,7 @@ inline void stream(Float32, char* p, F a) { _mm512_stream_ps(reinterpret_cast<fl
 template <class T> inline void stream(T half, char* p, F a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(half, a)); }
 inline void stream(Int8, char* p, __m128i a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), a); }
 inline void stream(Int8, char* p, __m256i a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), a); }
+inline void stream(Int8, char* p, __m512i a) { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), a); }
 inline void stream(Float32 type, char* p, F first, F second) {
   stream(type, p, first);
   stream(type, p + 64, second);

@@ -2,6 +2,7 @@
 // namespace.
 
 constexpr int kWide = 1;  // two blocks would share no instruction of quantise()
+constexpr int kWideRow = 1;
 constexpr bool kReciprocals = false;
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long; as on AVX2, a block is 1/8 of the registers
 // Four members, not an array, and no loops below: GCC keeps an array, or what a loop indexes, in memory.
@@ -104,10 +105,15 @@ inline void store(Bfloat16, char* p, F a) {
   store_128(p + 16, vreinterpretq_u8_u16(narrow_bfloat16(a.v2, a.v3)));
 }
 
+struct Words {
+  int32x4_t v0, v1, v2, v3;
+};
 // C6. FCVTNS rounds ties to even, saturates, and turns NaN into 0; the narrowings saturate. A NaN in `value` is one in `scaled`.
-inline int8x16_t quantise(F, F scaled) {
-  const int16x8_t lo = vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(scaled.v0)), vcvtnq_s32_f32(scaled.v1));
-  const int16x8_t hi = vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(scaled.v2)), vcvtnq_s32_f32(scaled.v3));
+inline Words whole(F, F scaled) {
+  return {vcvtnq_s32_f32(scaled.v0), vcvtnq_s32_f32(scaled.v1), vcvtnq_s32_f32(scaled.v2), vcvtnq_s32_f32(scaled.v3)};
+}
+inline int8x16_t narrow(Words a) {
+  const int16x8_t lo = vqmovn_high_s32(vqmovn_s32(a.v0), a.v1), hi = vqmovn_high_s32(vqmovn_s32(a.v2), a.v3);
   return vqmovn_high_s16(vqmovn_s16(lo), hi);
 }
 inline void store(Int8, char* p, int8x16_t a) { store_128(p, vreinterpretq_u8_s8(a)); }

@@ -2,6 +2,7 @@
 // Knows no operator. Included inside an anonymous namespace.
 
 constexpr int kWide = 1;
+constexpr int kWideRow = 1;
 constexpr bool kReciprocals = false;
 constexpr int kBlock = 1;  // tokens that share the column vectors where rows are long: nothing stays in registers here
 struct F {
@@ -84,23 +85,24 @@ inline void store(Bfloat16, char* p, F a) {
 inline void store_raw(char* p, F a) { __builtin_memcpy(p, a.lane, sizeof(a.lane)); }
 
 
-struct Bytes {
+struct Words {
   std::int8_t lane[kLanes];
 };
 // C6: clamp, rint, NaN to 0 (scaled is NaN where the value is, and in unused lanes, whose scale is 0). Adding and subtracting
 // 1.5 * 2^23 rounds to an integer, ties to even, for |v| < 2^22; clamping first gives the same as clamping last because the
 // limits are integers.
-inline Bytes quantise(F, F scaled) {
-  Bytes bytes;
+inline Words whole(F, F scaled) {
+  Words words;
   for (int i = 0; i < kLanes; ++i) {
     const float v = scaled.lane[i];
     const float clamped = v != v ? 0.0f : v > 127.0f ? 127.0f : v < -128.0f ? -128.0f : v;
     const float whole = (clamped + 12582912.0f) - 12582912.0f;
-    bytes.lane[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(whole));
+    words.lane[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(whole));
   }
-  return bytes;
+  return words;
 }
-inline void store(Int8, char* p, Bytes bytes) { __builtin_memcpy(p, bytes.lane, sizeof(bytes.lane)); }
+inline Words narrow(Words a) { return a; }
+inline void store(Int8, char* p, Words bytes) { __builtin_memcpy(p, bytes.lane, sizeof(bytes.lane)); }
 // Streaming is a hint; the baseline has no use for it.
 template <class T, class Value>
 inline void stream(T type, char* p, Value value) {

@@ -16,3 +16,11 @@ template <class A, class B> constexpr bool is_same = false;  // std's are weak s
 template <class A> constexpr bool is_same<A, A> = true;
 
 constexpr int kLanes = 16;
+
+// Loops over tokens and blocks must be unrolled, or what they index stays in memory; GCC does that at -O3 only, which
+// multiplies code elsewhere.
+#if defined(__clang__)
+#define KVQUANT_UNROLL _Pragma("unroll")
+#else
+#define KVQUANT_UNROLL _Pragma("GCC unroll 4")
+#endif

@@ -9,6 +9,7 @@ namespace {
 #include "../simd/types.hpp"
 #include "../simd/avx2.hpp"
 #include "../simd/partial.hpp"
+#include "../simd/estimate.hpp"
 #include "../kernel.inl.hpp"
 }  // namespace
 

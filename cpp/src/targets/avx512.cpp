@@ -9,6 +9,7 @@ namespace {
 #include "../simd/types.hpp"
 #include "../simd/avx512.hpp"
 #include "../simd/avx512_plain.hpp"
+#include "../simd/estimate.hpp"
 #include "../kernel.inl.hpp"
 }  // namespace
 

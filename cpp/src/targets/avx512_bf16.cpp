@@ -9,6 +9,7 @@ namespace {
 #include "../simd/types.hpp"
 #include "../simd/avx512.hpp"
 #include "../simd/avx512_bf16.hpp"
+#include "../simd/estimate.hpp"
 #include "../kernel.inl.hpp"
 #include "../rotate_bfloat16.inl.hpp"
 
