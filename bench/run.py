@@ -52,7 +52,8 @@ def measure(w, state, threads, options):
     for isa in options.isa:
         for how in options.calls:
             wrong[isa, how] = differing_bytes(w, sets[0], how, threads, isa)
-            ours[isa, how] = timing.burst([kvquant_call(w, operands, how, threads, isa) for operands in sets])
+            calls = [kvquant_call(w, operands, how, threads, isa) for operands in sets]
+            ours[isa, how] = timing.burst(calls, options.pause / 1e3)
     if w.tokens == 1:  # a yardstick of what any call from Python costs
         a, b, c = np.ones((3, 1), np.float32)
         ours["-", "np.add"] = timing.burst([lambda: np.add(a, b, out=c)])
@@ -87,6 +88,7 @@ def main(argv=None):
     parser.add_argument("--calls", default="out", help=f"comma separated, of {', '.join(CALLS)} (%(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="%(default)s")
     parser.add_argument("--burst", type=float, default=0.12, help="seconds (%(default)s)")
+    parser.add_argument("--pause", type=float, default=0, help="ms without work before each of kvquant's calls (%(default)s)")
     parser.add_argument("--patience", type=float, default=10, help="seconds to wait for idle CPUs, per burst (%(default)s)")
     parser.add_argument("--json", help="append each row to this file, one JSON object a line")
     parser.add_argument("--smoke", action="store_true", help="W4, every state and call, one short burst: does the bench work?")

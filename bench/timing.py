@@ -7,8 +7,9 @@ import time
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def burst(calls):
-    """A function(seconds) -> list of µs, one per call; goes through `calls` in turn, on from where it stopped."""
+def burst(calls, pause=0.0):
+    """A function(seconds) -> list of µs, one per call; goes through `calls` in turn, on from where it stopped, and sleeps
+    `pause` seconds before each, as an engine does other work."""
     turn = itertools.cycle(calls)
 
     def run(seconds):
@@ -17,6 +18,8 @@ def burst(calls):
         end = clock() + seconds
         while True:
             call = next(turn)
+            if pause:
+                time.sleep(pause)
             start = clock()
             call()
             stop = clock()
