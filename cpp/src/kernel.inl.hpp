@@ -40,18 +40,18 @@ struct FloatSource {
   template <class Other> static constexpr bool kIs = is_same<T, Other>;
   using Type = T;
   static constexpr bool kBlocked = false;  // nothing that tokens could share
-  static inline void prefetch(const char*, const Block&) {}
+  static inline void prefetch(const char*, const Block&, std::int64_t) {}
   struct Columns {};
   static inline Columns columns(const Part&, const Block&) { return {}; }
   static inline Pair load(const Columns&, const Token& t, const Block& c) { return load_pair<T, kTail>(T{}, t.x, c); }
 };
 
 // int32 x is the most of what a call reads, and one head after the other is more than the processor's own prefetchers keep up
-// with: rows from memory (W3) take half the time with it. Past the end of a row lie the next part and the next token.
-inline void prefetch_int32(const char* x, const Block& c) {
-  constexpr std::int64_t kAhead = 2560;
-  __builtin_prefetch(x + c.a * 4 + kAhead);
-  __builtin_prefetch(x + c.b * 4 + kAhead);
+// with: rows from memory (W3) take half the time with it. Past the end of a row lie the next part and the next token. `ahead`
+// is in bytes; the less a token takes, the further it must reach.
+inline void prefetch_int32(const char* x, const Block& c, std::int64_t ahead) {
+  __builtin_prefetch(x + c.a * 4 + ahead);
+  __builtin_prefetch(x + c.b * 4 + ahead);
 }
 
 template <bool kTail>
@@ -59,7 +59,7 @@ struct FloatBiasSource {
   template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
   using Type = Int32;
   static constexpr bool kBlocked = true;
-  static inline void prefetch(const char* x, const Block& c) { prefetch_int32(x, c); }
+  static inline void prefetch(const char* x, const Block& c, std::int64_t ahead) { prefetch_int32(x, c, ahead); }
   struct Columns {
     Pair scale, bias;
   };
@@ -78,7 +78,7 @@ struct IntBiasSource {
   template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
   using Type = Int32;
   static constexpr bool kBlocked = true;
-  static inline void prefetch(const char* x, const Block& c) { prefetch_int32(x, c); }
+  static inline void prefetch(const char* x, const Block& c, std::int64_t ahead) { prefetch_int32(x, c, ahead); }
   struct Columns {
     Pair scale;
     const char* bias;
@@ -143,7 +143,6 @@ template <template <bool> class SourceT, class OutT, bool kRotateIt, bool kCache
 struct Task {
   template <bool kTail> using Source = SourceT<kTail>;
   using Out = OutT;
-  using Divided = Task<SourceT, OutT, kRotateIt, kCacheIt, kOutIt, kAscendIt, true>;
   static constexpr bool kRotate = kRotateIt, kCache = kCacheIt, kOut = kOutIt, kAscend = kAscendIt, kDivide = kDivideIt;
   static constexpr int kBlocks = kCacheIt ? kWideRow : kWide;  // of a tile
 };
@@ -206,15 +205,19 @@ __attribute__((always_inline)) inline void put_row(const Part& p, char* row, std
     return load_pair<Float32, kTail>(Float32{}, vector, {j + i * kLanes, half + j + i * kLanes, n});
   };
   Words a[kBlocks], b[kBlocks];
-  if constexpr (kDivide) {
+  const auto divide = [&] {
     KVQUANT_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       const Pair scale = columns(p.scale, i), offset = columns(p.offset, i);
       a[i] = whole(value[i].a, add(div(value[i].a, scale.a), offset.a));
       b[i] = whole(value[i].b, add(div(value[i].b, scale.b), offset.b));
     }
-  } else if (__builtin_expect(!estimate(value, p, j, a, b), 0)) {
-    return divide_again(value, p, j, row);
+  };
+  if constexpr (kDivide) {
+    divide();
+  } else if (__builtin_expect(!estimate(value, p, j, Count<kTail>{n}, a, b), 0)) {
+    if constexpr (kBlocks > 1) return divide_again(value, p, j, row);
+    else divide();
   }
   put_bytes<kTail>(row + j, a, n, p.stream_rows);
   put_bytes<kTail>(row + half + j, b, n, p.stream_rows);
@@ -239,7 +242,7 @@ __attribute__((always_inline)) inline void tile(const Part& p, const Token* toke
     KVQUANT_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       const Block c{j + i * kLanes, half + j + i * kLanes, n};
-      SourceT::prefetch(tokens[t].x, c);
+      SourceT::prefetch(tokens[t].x, c, N == 1 ? 5120 : 2560);
       value[i] = SourceT::load(columns[i], tokens[t], c);
     }
     if constexpr (TaskT::kRotate) {
@@ -314,7 +317,7 @@ inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int
       }
     }
     if (whole < half)
-      for (int i = 0; i < kBlock; ++i) rest<typename TaskT::Divided>(part, tokens[t + i], whole);
+      for (int i = 0; i < kBlock; ++i) rest<TaskT>(part, tokens[t + i], whole);
   }
   return t;
 }
@@ -323,13 +326,16 @@ template <class TaskT>
 inline std::int64_t all_tokens(const Part& part, const Token* tokens, std::int64_t count) {
   constexpr int kColumns = TaskT::kBlocks * kLanes;
   const Part p = part;  // a copy that no store can alias
-  const std::int64_t half = p.dim / 2, whole = half - half % kColumns;
+  const std::int64_t half = p.dim / 2;
   std::int64_t t = 0;
   if constexpr (TaskT::template Source<false>::kBlocked && kBlock > 1)
     if (p.block_tokens) t = token_blocks<TaskT>(p, tokens, count);
   for (; t < count; ++t) {
-    for (std::int64_t j = 0; j < whole; j += kColumns) all_heads<TaskT, false, TaskT::kBlocks>(p, tokens[t], j, kLanes);
-    if (whole < half) rest<typename TaskT::Divided>(p, tokens[t], whole);
+    std::int64_t j = 0;
+    for (; j + kColumns <= half; j += kColumns) all_heads<TaskT, false, TaskT::kBlocks>(p, tokens[t], j, kLanes);
+    if constexpr (TaskT::kBlocks > kWide)
+      for (; j + kWide * kLanes <= half; j += kWide * kLanes) all_heads<TaskT, false, kWide>(p, tokens[t], j, kLanes);
+    if (j < half) rest<TaskT>(p, tokens[t], j);
   }
   return TaskT::kCache ? count : 0;
 }

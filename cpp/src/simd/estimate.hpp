@@ -12,14 +12,19 @@
 constexpr float kDoubt = 1.7500499975f;
 
 // For column j on of both halves of a head. False: one of the values is in doubt, or a NaN; a and b then mean nothing.
-template <int kBlocks>
-inline bool estimate(const Pair (&value)[kBlocks], const Part& p, std::int64_t j, Words (&a)[kBlocks], Words (&b)[kBlocks]) {
+template <int kBlocks, bool kTail>
+inline bool estimate(const Pair (&value)[kBlocks], const Part& p, std::int64_t j, Count<kTail> count, Words (&a)[kBlocks],
+                     Words (&b)[kBlocks]) {
+  const auto column = [&](const char* vector, std::int64_t at) {
+    if constexpr (kTail) return load_n(Float32{}, vector + at, count.n);
+    else return load(Float32{}, vector + at);
+  };
   Pair scaled[kBlocks];
   KVQUANT_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
     const std::int64_t low = (j + i * kLanes) * 4, high = low + p.dim * 2;
-    scaled[i].a = multiply_add(value[i].a, load(Float32{}, p.reciprocal + low), load(Float32{}, p.offset + low));
-    scaled[i].b = multiply_add(value[i].b, load(Float32{}, p.reciprocal + high), load(Float32{}, p.offset + high));
+    scaled[i].a = multiply_add(value[i].a, column(p.reciprocal, low), column(p.offset, low));
+    scaled[i].b = multiply_add(value[i].b, column(p.reciprocal, high), column(p.offset, high));
   }
   const auto doubt = [](F z) {
     const F away = distance(z);
