@@ -28,7 +28,13 @@ inline void store_256(char* p, __m256i value) { _mm256_storeu_si256(reinterpret_
 inline F load(Float32, const char* p) { return {_mm256_castsi256_ps(load_256(p)), _mm256_castsi256_ps(load_256(p + 32))}; }
 inline F load(Int32, const char* p) { return {_mm256_cvtepi32_ps(load_256(p)), _mm256_cvtepi32_ps(load_256(p + 32))}; }
 inline F load(Float16, const char* p) { return {_mm256_cvtph_ps(load_128(p)), _mm256_cvtph_ps(load_128(p + 16))}; }
-inline __m256 widen(__m128i bfloat16) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bfloat16), 16)); }
+// Each 16-bit value to the upper half of a 32-bit lane, with zeros below: one shuffle, where widening and shifting are two. It
+// works per 128-bit half, so both halves get all eight values; a load does that on its way.
+inline __m256 widen(__m128i bfloat16) {
+  const __m256i order = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                                         -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+  return _mm256_castsi256_ps(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bfloat16), order));
+}
 inline F load(Bfloat16, const char* p) { return {widen(load_128(p)), widen(load_128(p + 16))}; }
 // float32(x + bias); the sum wraps (C2).
 inline F load_sum(const char* x, const char* bias) {
@@ -40,10 +46,13 @@ inline F load_sum(const char* x, const char* bias) {
 inline __m256 canonical(__m256 a) {
   return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
+inline F canonical(F a) { return {canonical(a.lo), canonical(a.hi)}; }
+inline __m256 unordered(F a) { return _mm256_cmp_ps(a.lo, a.hi, _CMP_UNORD_Q); }  // not 0 if there is a NaN
+
 inline __m128i narrow_half(__m256 a) { return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// Nearest even by integer arithmetic; the result is in the upper half of each 32-bit lane.
+// Nearest even by integer arithmetic; the result is in the lower half of each 32-bit lane. Not for NaN.
 inline __m256i round_bfloat16(__m256 a) {
-  const __m256i bits = _mm256_castps_si256(canonical(a));
+  const __m256i bits = _mm256_castps_si256(a);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
 }
@@ -53,16 +62,29 @@ inline void store_raw(char* p, F a) {
   _mm256_storeu_ps(reinterpret_cast<float*>(p), a.lo);
   _mm256_storeu_ps(reinterpret_cast<float*>(p) + 8, a.hi);
 }
-inline void store(Float32, char* p, F a) {
-  store_256(p, _mm256_castps_si256(canonical(a.lo)));
-  store_256(p + 32, _mm256_castps_si256(canonical(a.hi)));
-}
-inline __m256i narrow(Float16, F a) { return _mm256_set_m128i(narrow_half(canonical(a.hi)), narrow_half(canonical(a.lo))); }
 inline __m256i narrow(Bfloat16, F a) {
   // packus works per 128-bit half: the permutation puts the quarters lo0 hi0 lo1 hi1 back in order.
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_bfloat16(a.lo), round_bfloat16(a.hi)), 0xD8);
 }
-template <class T> inline void store(T half, char* p, F a) { store_256(p, narrow(half, a)); }
+// Of values that are no NaN, or the canonical one.
+inline void store_canonical(Float32, char* p, F a) { store_raw(p, a); }
+// The conversion can store its own result, which saves two shuffles; GCC sees that only where the types agree.
+typedef short Halves __attribute__((vector_size(16), may_alias, aligned(1)));
+inline void store_canonical(Float16, char* p, F a) {
+  reinterpret_cast<Halves*>(p)[0] = reinterpret_cast<Halves>(narrow_half(a.lo));
+  reinterpret_cast<Halves*>(p)[1] = reinterpret_cast<Halves>(narrow_half(a.hi));
+}
+inline void store_canonical(Bfloat16 type, char* p, F a) { store_256(p, narrow(type, a)); }
+inline void stream_canonical(Float32, char* p, F a) {
+  _mm256_stream_ps(reinterpret_cast<float*>(p), a.lo);
+  _mm256_stream_ps(reinterpret_cast<float*>(p) + 8, a.hi);
+}
+inline void stream_canonical(Float16, char* p, F a) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm256_set_m128i(narrow_half(a.hi), narrow_half(a.lo)));
+}
+inline void stream_canonical(Bfloat16 type, char* p, F a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(type, a)); }
+template <class T> inline void store(T type, char* p, F a) { store_canonical(type, p, canonical(a)); }
+template <class T> inline void stream(T type, char* p, F a) { stream_canonical(type, p, canonical(a)); }
 
 // From the nearest integer; NaN stays, infinity gives NaN.
 inline F distance(F a) {
@@ -102,21 +124,24 @@ inline __m256i narrow(Words a, Words b) {
 inline void store(Int8, char* p, __m128i a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), a); }
 inline void store(Int8, char* p, __m256i a) { store_256(p, a); }
 
-inline void stream(Float32, char* p, F a) {
-  _mm256_stream_ps(reinterpret_cast<float*>(p), canonical(a.lo));
-  _mm256_stream_ps(reinterpret_cast<float*>(p) + 8, canonical(a.hi));
-}
-template <class T> inline void stream(T half, char* p, F a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(half, a)); }
 inline void stream(Int8, char* p, __m128i a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), a); }
 inline void stream(Int8, char* p, __m256i a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), a); }
 
+// Two neighbouring blocks at once: one branch for both instead of three instructions for each register.
+inline void canonicalise(F& first, F& second) {
+  if (__builtin_expect(_mm256_movemask_ps(_mm256_or_ps(unordered(first), unordered(second))) == 0, 1)) return;
+  first = canonical(first);
+  second = canonical(second);
+}
 template <class T>
 inline void store(T type, char* p, F first, F second) {
-  store(type, p, first);
-  store(type, p + 16 * kSize<T>, second);
+  canonicalise(first, second);
+  store_canonical(type, p, first);
+  store_canonical(type, p + 16 * kSize<T>, second);
 }
 template <class T>
 inline void stream(T type, char* p, F first, F second) {
-  stream(type, p, first);
-  stream(type, p + 16 * kSize<T>, second);
+  canonicalise(first, second);
+  stream_canonical(type, p, first);
+  stream_canonical(type, p + 16 * kSize<T>, second);
 }
