@@ -1,6 +1,7 @@
 // The rotation where one rounding instead of two, a flushed subnormal or an early overflow would show (C1, C4): products and
 // sums at the ends of the float32 range, with and without cancellation. Each token holds one such pair of columns among
-// ordinary ones, because a kernel may choose its arithmetic by a look at the whole token.
+// ordinary ones, because a kernel may choose its arithmetic by a look at the whole token. And sums that narrowing has to round
+// near a tie, without any extremes.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -46,24 +47,35 @@ int product_power(bool half, Random& random) {
   return centre + static_cast<int>(random.below(5)) - 2;
 }
 
-std::string rotate(DType dtype, Numerics numerics, std::int64_t dim, std::uint64_t seed) {
-  const Format f = format_of(dtype);
+struct Setup {
   Case c;
-  c.x = c.out = dtype;
-  c.numerics = numerics;
-  c.batch = 8;
-  c.sequence = 64;
-  c.heads_q = 2;
-  c.dim = dim;
-  c.kv_output = true;
-  c.seed = seed;
   Arena arena;
   Operands a;
   Options options;
-  build(c, arena, a, options);
+
+  Setup(DType dtype, Numerics numerics, std::int64_t dim, std::uint64_t seed) {
+    c.x = c.out = dtype;
+    c.numerics = numerics;
+    c.batch = 8;
+    c.sequence = 64;
+    c.heads_q = 2;
+    c.dim = dim;
+    c.kv_output = true;
+    c.seed = seed;
+    build(c, arena, a, options);
+  }
+  void put(Argument argument, std::int64_t b, std::int64_t s, std::int64_t column, std::uint64_t bits) {
+    const bool x = argument == Argument::x;
+    put_bits(x ? element(a[argument], b, s, column) : element(a[argument], b, s, 0, column), c.x, bits);
+  }
+};
+
+std::string rotate(DType dtype, Numerics numerics, std::int64_t dim, std::uint64_t seed) {
+  const Format f = format_of(dtype);
+  Setup setup(dtype, numerics, dim, seed);
   Random random(seed);
-  for (std::int64_t b = 0; b < c.batch; ++b)
-    for (std::int64_t s = 0; s < c.sequence; ++s) {
+  for (std::int64_t b = 0; b < setup.c.batch; ++b)
+    for (std::int64_t s = 0; s < setup.c.sequence; ++s) {
       const std::int64_t j = random.below(dim / 2), head = random.below(4);
       const int power = product_power(dtype == DType::float16, random);
       const int limit = (1 << (f.exponent_bits - 1)) - 1;
@@ -80,19 +92,70 @@ std::string rotate(DType dtype, Numerics numerics, std::int64_t dim, std::uint64
         x2 = cos;
         sin = x1;
       }
-      const std::int64_t column = head * dim + j;
-      put_bits(element(a[Argument::x], b, s, column), dtype, x1);
-      put_bits(element(a[Argument::x], b, s, column + dim / 2), dtype, x2);
+      setup.put(Argument::x, b, s, head * dim + j, x1);
+      setup.put(Argument::x, b, s, head * dim + j + dim / 2, x2);
       if (where != 1) {
-        put_bits(element(a[Argument::cos], b, s, 0, j), dtype, cos);
-        put_bits(element(a[Argument::sin], b, s, 0, j), dtype, sin);
+        setup.put(Argument::cos, b, s, j, cos);
+        setup.put(Argument::sin, b, s, j, sin);
       }
       if (where != 0) {
-        put_bits(element(a[Argument::cos], b, s, 0, j + dim / 2), dtype, sin);
-        put_bits(element(a[Argument::sin], b, s, 0, j + dim / 2), dtype, cos);
+        setup.put(Argument::cos, b, s, j + dim / 2, sin);
+        setup.put(Argument::sin, b, s, j + dim / 2, cos);
       }
     }
-  return compare(arena, a, options, seed);
+  return compare(setup.arena, setup.a, setup.options, seed);
+}
+
+// bfloat16 x at the ends of 2^-64..2^64 or ordinary, cos and sin anywhere or 0: a kernel that looks at its operands in order to
+// choose its arithmetic has to look at each of them.
+std::string rotate_window(std::int64_t dim, std::uint64_t seed) {
+  const Format f = format_of(DType::bfloat16);
+  Setup setup(DType::bfloat16, Numerics::fp32, dim, seed);
+  Random random(seed);
+  for (std::int64_t b = 0; b < setup.c.batch; ++b)
+    for (std::int64_t s = 0; s < setup.c.sequence; ++s) {
+      const std::int64_t head = random.below(4), half = random.below(2) * (dim / 2), j = random.below(dim / 2);
+      const std::uint64_t x = number(f, random.pick({-66, -64, -63, 0, 62, 63, 65}), random);
+      const auto table = [&]() -> std::uint64_t {
+        if (random.chance(20)) return random.chance(50) ? 0x8000u : 0u;
+        return random.chance(10) ? random.pick({0x7F80u, 0xFF80u, 0x7FC1u, 0xFFA0u})
+                                 : number(f, random.pick({-130, -86, -64, -60, -47, -46, -45, 0, 45, 46, 47, 63, 65, 100}), random);
+      };
+      const std::uint64_t cos = table();
+      setup.put(Argument::x, b, s, head * dim + j, x);
+      setup.put(Argument::x, b, s, head * dim + j + dim / 2, random.chance(50) ? x : number(f, 0, random));
+      if (random.chance(80)) setup.put(Argument::cos, b, s, j + half, cos);
+      if (random.chance(80)) setup.put(Argument::sin, b, s, j + half, random.chance(50) ? cos ^ 1u : table());  // ^ 1: nearly cancels
+    }
+  return compare(setup.arena, setup.a, setup.options, seed);
+}
+
+// bfloat16 sums n + h: n of eight bits, h about half a unit in its last place.
+std::string rotate_ties(std::int64_t dim, std::uint64_t seed) {
+  const Format f = format_of(DType::bfloat16);
+  Setup setup(DType::bfloat16, Numerics::fp32, dim, seed);
+  Random random(seed);
+  const auto near = [&](int power) {  // 2^power, or one of its neighbours, with a random sign
+    const std::uint64_t nudge = static_cast<std::uint64_t>(random.pick({-1, 0, 0, 1, 2}));
+    return ((static_cast<std::uint64_t>(power + 127) << 7) + nudge) | (random.chance(50) ? 0x8000u : 0u);
+  };
+  for (std::int64_t b = 0; b < setup.c.batch; ++b)
+    for (std::int64_t s = 0; s < setup.c.sequence; ++s)
+      for (std::int64_t j = 0; j < dim / 2; ++j) {
+        const int power = static_cast<int>(random.below(41)) - 20;
+        setup.put(Argument::cos, b, s, j, 0x3F80u);
+        setup.put(Argument::sin, b, s, j, near(power - 8));
+        setup.put(Argument::cos, b, s, j + dim / 2, near(power - 8));
+        setup.put(Argument::sin, b, s, j + dim / 2, 0x3F80u);
+        for (std::int64_t head = 0; head < 4; ++head) {
+          std::uint64_t n = number(f, power, random);
+          if (random.chance(20)) n &= 0xFF80u;  // a power of two, or the last before the next one
+          else if (random.chance(20)) n |= 0x007Fu;
+          setup.put(Argument::x, b, s, head * dim + j, n);
+          setup.put(Argument::x, b, s, head * dim + j + dim / 2, near(0));
+        }
+      }
+  return compare(setup.arena, setup.a, setup.options, seed);
 }
 
 }  // namespace
@@ -106,4 +169,22 @@ TEST_CASE("rotation: products and sums at the ends of the range, one pair of col
           const std::string mismatch = rotate(dtype, numerics, dim, seed++);
           REQUIRE_MESSAGE(mismatch.empty(), name_of(dtype) << " D=" << dim << ": " << mismatch);
         }
+}
+
+TEST_CASE("rotation: bfloat16 operands at the ends of their ranges, one pair of columns a token") {
+  std::uint64_t seed = 610000;
+  for (std::int64_t dim : {32, 64, 128, 256, 320})
+    for (int round = 0; round < 10; ++round) {
+      const std::string mismatch = rotate_window(dim, seed++);
+      REQUIRE_MESSAGE(mismatch.empty(), "D=" << dim << ": " << mismatch);
+    }
+}
+
+TEST_CASE("rotation: bfloat16 sums at ties and next to them") {
+  std::uint64_t seed = 620000;
+  for (std::int64_t dim : {32, 64, 128, 192, 256, 320})
+    for (int round = 0; round < 3; ++round) {
+      const std::string mismatch = rotate_ties(dim, seed++);
+      REQUIRE_MESSAGE(mismatch.empty(), "D=" << dim << ": " << mismatch);
+    }
 }
