@@ -64,7 +64,7 @@ inline bool is_written(Argument argument) {
 View resized(const Plan& plan, Argument argument, std::int64_t batch, std::int64_t sequence) noexcept;
 
 // Extents and nesting (I5a) of every operand that is looked at, for any B and S.
-Status check_extents(const Plan& plan, std::int64_t batch, std::int64_t sequence, Interval (&extents)[kOperandCount]) noexcept;
+Status check_extents(const Plan& plan, std::int64_t batch, std::int64_t sequence, Extents& extents) noexcept;
 
 // I5a: a written operand's axes, sorted by stride, must nest.
 bool nests(const View& view) noexcept;

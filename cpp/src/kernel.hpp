@@ -41,11 +41,10 @@ enum Job { kRotateOut, kRotateCache, kRotateCacheOut, kCache, kCacheOut, kOut, k
 // kernels[numerics][source][output][job]; the rounded arithmetic of numerics="ascend" exists for float16 rotation only, its
 // other entries are those of "fp32".
 // A kernel processes `count` tokens, none of whose pointers is null where it writes, and returns the cache rows it wrote.
-// pack copies `count` float32, each read once, and checks the bits that it read: the result is not 0 if one of them is not
-// finite or, with zero_is_bad = 1, zero.
+// all_good checks `count` float32 by their bits: false if one of them is not finite or, with zero_is_bad = 1, zero.
 struct KernelTable {
   Kernel kernels[2][kSources][kOutputs][kJobs];
-  std::int32_t (*pack)(const char* from, char* to, std::int64_t count, std::uint32_t zero_is_bad);
+  bool (*all_good)(const float* values, std::int64_t count, std::uint32_t zero_is_bad);
   bool writes_whole_lines;  // of cache rows at once: half lines, written non-temporally, cost more than they save
 };
 

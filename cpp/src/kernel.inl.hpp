@@ -347,18 +347,27 @@ std::int64_t kernel(const Part& p, const Token* tokens, std::int64_t count) {
   return all_tokens<Task<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, true>>(p, tokens, count);
 }
 
-// Twice the bits of a float32, without its sign, are at least FF000000 if it is not finite; less zero_is_bad, they wrap if it is
-// zero. The comparison is shifted into signed numbers, which every ISA can compare.
-std::int32_t pack(const char* from, char* to, std::int64_t count, std::uint32_t zero_is_bad) {
-  std::int32_t bad = 0;
-#pragma omp simd reduction(| : bad)
-  for (std::int64_t i = 0; i < count; ++i) {
-    std::uint32_t bits = 0;
-    __builtin_memcpy(&bits, from + i * 4, 4);
-    bad |= static_cast<std::int32_t>(2 * bits + (0x80000000u - zero_is_bad)) > 0x7EFFFFFE ? -1 : 0;
-    __builtin_memcpy(to + i * 4, &bits, 4);
+// Without its sign, a float32 that is not finite carries into bit 31 when 00800000 is added; zero, when zero_is_bad = 1 is
+// subtracted.
+bool all_good(const float* values, std::int64_t count, std::uint32_t zero_is_bad) {
+  using Words = std::uint32_t __attribute__((vector_size(__BIGGEST_ALIGNMENT__)));  // the widest register
+  constexpr std::int64_t kWords = sizeof(Words) / 4;
+  const auto check = [&](auto bits) { return ((bits & 0x7FFFFFFFu) + 0x00800000u) | ((bits & 0x7FFFFFFFu) - zero_is_bad); };
+  Words found = {};
+  std::int64_t i = 0;
+  for (; i + kWords <= count; i += kWords) {
+    Words bits;
+    __builtin_memcpy(&bits, values + i, sizeof(bits));
+    found |= check(bits);
   }
-  return bad;
+  std::uint32_t any = 0;
+  for (; i < count; ++i) {
+    std::uint32_t bits = 0;
+    __builtin_memcpy(&bits, values + i, sizeof(bits));
+    any |= check(bits);
+  }
+  for (int k = 0; k < kWords; ++k) any |= found[k];
+  return any >> 31 == 0;
 }
 
 template <bool kTail> using Float16Source = FloatSource<Float16, kTail>;
@@ -392,7 +401,7 @@ constexpr KernelTable make_table() {
     fill_output<Bfloat16, Bfloat16Source, false>(table.kernels[numerics], kBfloat16);
     fill_output<Float32, Float32Source, false>(table.kernels[numerics], kFloat32);
   }
-  table.pack = pack;
+  table.all_good = all_good;
   table.writes_whole_lines = kWideRow * kLanes == 64;
   return table;
 }

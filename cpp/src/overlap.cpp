@@ -157,6 +157,13 @@ View resized(const Plan& plan, Argument argument, std::int64_t batch, std::int64
 }
 
 namespace {
+constexpr Argument kWrittenFirst[] = {
+    Argument::k_cache, Argument::v_cache, Argument::q, Argument::k, Argument::v, Argument::x, Argument::q_source,
+    Argument::k_source, Argument::v_source, Argument::cos, Argument::sin, Argument::positions, Argument::indices,
+    Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v, Argument::weight_scale,
+    Argument::activation_scale, Argument::bias};
+static_assert(sizeof kWrittenFirst / sizeof *kWrittenFirst == kOperandCount);
+
 Status check_extent(const View& view, Argument argument, Interval& extent) {
   if (!extent_of(view, extent)) return fault(Code::too_large, argument);
   if (is_written(argument) && !nests(view)) return fault(Code::nesting, argument);
@@ -164,17 +171,22 @@ Status check_extent(const View& view, Argument argument, Interval& extent) {
 }
 }  // namespace
 
-Status check_extents(const Plan& plan, std::int64_t batch, std::int64_t sequence, Interval (&extents)[kOperandCount]) noexcept {
-  for (int i = 0; i < kOperandCount; ++i) {
-    const auto argument = static_cast<Argument>(i);
+Status check_extents(const Plan& plan, std::int64_t batch, std::int64_t sequence, Extents& extents) noexcept {
+  extents.written = extents.count = 0;
+  const bool same = batch == plan.batch && sequence == plan.sequence;
+  for (const Argument argument : kWrittenFirst) {
+    if (plan.operands[argument].dtype == DType::none) continue;
     const bool columns = argument == Argument::weight_scale || argument == Argument::activation_scale || argument == Argument::bias;
     const bool source = argument >= Argument::q_source && argument <= Argument::v_source;
-    extents[i] = {};
-    if (plan.operands[argument].dtype == DType::none || (columns && !plan.integer_x) || (source && plan.packed)) continue;
-    const bool same = batch == plan.batch && sequence == plan.sequence;
-    if (Status s = same ? check_extent(plan.operands[argument], argument, extents[i])
-                        : check_extent(resized(plan, argument, batch, sequence), argument, extents[i]))
+    if ((columns && !plan.integer_x) || (source && plan.packed)) continue;
+    auto& extent = extents.of[extents.count];
+    extent.argument = argument;
+    if (Status s = same ? check_extent(plan.operands[argument], argument, extent.bytes)
+                        : check_extent(resized(plan, argument, batch, sequence), argument, extent.bytes))
       return s;
+    if (extent.bytes.low == extent.bytes.high) continue;
+    ++extents.count;
+    extents.written += is_written(argument);
   }
   return {};
 }

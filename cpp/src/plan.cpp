@@ -62,7 +62,7 @@ class Planner {
   Status check_table(Argument argument) const;
   Status check_indices() const;
   Status check_outputs();
-  Status check_scales() const;
+  Status check_scales();
   Status check_columns();
   Status check_vendor() const;
   void choose_kernels();
@@ -219,16 +219,25 @@ Status Planner::check_outputs() {
   return {};
 }
 
-Status Planner::check_scales() const {
+// A stride may be anything here; check_extents refuses those that would overflow.
+std::int64_t wrapping_product(std::int64_t a, std::int64_t b) {
+  return static_cast<std::int64_t>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
+}
+
+Status Planner::check_scales() {
   const std::int64_t heads = plan_.heads_kv, dim = plan_.dim;
+  ChannelSteps* steps = plan_.channel_steps;
   for (const Argument argument : {Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v}) {
     const View& view = at(argument);
     const bool optional = argument == Argument::offset_k || argument == Argument::offset_v;
+    ChannelSteps& step = *steps++;
     if (optional && !given(argument)) continue;
     if (Status s = check_dtype(argument, view, set_of(DType::float32))) return s;
-    const bool ok = view.ndim == 0 || (view.ndim == 1 && (view.shape[0] == 1 || view.shape[0] == heads * dim)) ||
-                    (view.ndim == 2 && view.shape[0] == heads && (view.shape[1] == dim || view.shape[1] == 1));
-    if (!ok) return fault(Code::scale_shape, argument);
+    if (view.ndim == 0 || (view.ndim == 1 && view.shape[0] == 1)) step = {};
+    else if (view.ndim == 1 && view.shape[0] == heads * dim) step = {wrapping_product(dim, view.strides[0]), view.strides[0]};
+    else if (view.ndim == 2 && view.shape[0] == heads && view.shape[1] == dim) step = {view.strides[0], view.strides[1]};
+    else if (view.ndim == 2 && view.shape[0] == heads && view.shape[1] == 1) step = {view.strides[0], 0};
+    else return fault(Code::scale_shape, argument);
   }
   return {};
 }

@@ -1,6 +1,7 @@
 // prepare: reads every index, position, scale and offset once, checks it, and turns layouts, padding and duplicates into one
 // pointer per token and cache. After it nothing can fail (I4).
 #include <cstring>
+#include <initializer_list>
 
 #include "check.hpp"
 #include "dispatch.hpp"
@@ -68,8 +69,12 @@ class Preparer {
   const Layout& layout() const { return layout_; }
 
  private:
+  // Out of line: it would take the registers of a loop that hardly ever needs it.
+  __attribute__((noinline)) Status check_overlap(Argument argument, Argument other) const;
   bool given(Argument argument) const { return plan_.operands[argument].dtype != DType::none; }
-  Status pack_channels(Argument argument, bool is_scale, float* out) const;
+  void copy_channels(Argument argument, ChannelSteps steps, float* out) const;
+  Status find_bad_channel(const float* packed) const;
+  bool set_reciprocals(const float* scale, const float* offset, float* reciprocal) const;
   template <class Index> Status resolve_page();
   template <class Index> Status resolve_contiguous();
   template <class Index> Status resolve_tables();
@@ -88,68 +93,105 @@ class Preparer {
 
 // I5a over this call's pointers; also refuses missing pointers.
 Status Preparer::check_memory() const {
-  Interval resized_extents[kOperandCount];
-  const Interval* extents = plan_.extents;
+  Extents resized_extents;
+  const Extents* extents = &plan_.extents;
   if (call_.batch != plan_.batch || call_.sequence != plan_.sequence) {
     if (Status s = check_extents(plan_, call_.batch, call_.sequence, resized_extents)) return s;
-    extents = resized_extents;
+    extents = &resized_extents;
   }
-  struct Range {
+  struct {
     std::uintptr_t low, high;
-    Argument argument;
-  } ranges[kOperandCount];
-  int count = 0;
-  for (int i = 0; i < kOperandCount; ++i) {
-    if (extents[i].low == extents[i].high) continue;
-    const auto argument = static_cast<Argument>(i);
-    const auto data = reinterpret_cast<std::uintptr_t>(call_.data[i]);
-    if (!data) return fault(Code::missing, argument);
-    ranges[count++] = {data + static_cast<std::uintptr_t>(extents[i].low), data + static_cast<std::uintptr_t>(extents[i].high), argument};
-  }
-  for (int i = 0; i < count; ++i) {
-    if (!is_written(ranges[i].argument)) continue;
-    for (int j = 0; j < count; ++j) {
-      if (ranges[j].high <= ranges[i].low || ranges[i].high <= ranges[j].low || j == i) continue;
-      View written = resized(plan_, ranges[i].argument, call_.batch, call_.sequence);
-      View other = resized(plan_, ranges[j].argument, call_.batch, call_.sequence);
-      written.data = call_[ranges[i].argument];
-      other.data = call_[ranges[j].argument];
-      if (share_memory(written, other)) {
-        Status status = fault(Code::overlap, ranges[i].argument);
-        status.other = ranges[j].argument;
-        return status;
-      }
-    }
+  } written[kOperandCount];
+  for (int i = 0; i < extents->count; ++i) {
+    const auto& extent = extents->of[i];
+    const auto data = reinterpret_cast<std::uintptr_t>(call_[extent.argument]);
+    if (!data) return fault(Code::missing, extent.argument);
+    const std::uintptr_t low = data + static_cast<std::uintptr_t>(extent.bytes.low);
+    const std::uintptr_t high = data + static_cast<std::uintptr_t>(extent.bytes.high);
+    const int others = i < extents->written ? i : extents->written;
+    for (int j = 0; j < others; ++j)
+      if (low < written[j].high && written[j].low < high)
+        if (Status s = check_overlap(extents->of[j].argument, extent.argument)) return s;
+    if (i < extents->written) written[i] = {low, high};
   }
   return {};
 }
 
+// Of two operands whose extents overlap: do they share a byte?
+Status Preparer::check_overlap(Argument argument, Argument other) const {
+  View a = resized(plan_, argument, call_.batch, call_.sequence), b = resized(plan_, other, call_.batch, call_.sequence);
+  a.data = call_[argument];
+  b.data = call_[other];
+  if (!share_memory(a, b)) return {};
+  Status status = fault(Code::overlap, argument);
+  status.other = other;
+  return status;
+}
+
+constexpr Argument kChannelArguments[4] = {Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v};
+
+// Copies scales and offsets, then checks the copies by their bits (C6): whoever may write to the operands meanwhile.
 Status Preparer::pack_scales() {
-  auto* packed = reinterpret_cast<float*>(workspace_ + layout_.per_channel);
+  auto* const packed = reinterpret_cast<float*>(workspace_ + layout_.per_channel);
   const std::int64_t columns = columns_kv(plan_);
-  const Argument arguments[2][2] = {{Argument::scale_k, Argument::offset_k}, {Argument::scale_v, Argument::offset_v}};
-  Channels* const results[2] = {&out_.k_channels, &out_.v_channels};
+  float *const scales = packed, *const offsets = packed + 2 * columns, *const reciprocals = packed + 4 * columns;
+  for (int i = 0; i < 4; ++i) copy_channels(kChannelArguments[i], plan_.channel_steps[i], packed + i * columns);
+  const auto all_good = plan_.target->table->all_good;
+  if (!all_good(scales, 2 * columns, 1) || !all_good(offsets, 2 * columns, 0)) return find_bad_channel(packed);
+  out_.k_channels = {scales, offsets, nullptr};
+  out_.v_channels = {scales + columns, offsets + columns, nullptr};
+  if (!plan_.use_reciprocals || tokens_ < kReciprocalTokens) return {};
   const FpState state;
-  for (int i = 0; i < 2; ++i) {
-    float *const scale = packed, *const offset = packed + columns, *const reciprocal = packed + 2 * columns;
-    packed += 3 * columns;
-    if (Status s = pack_channels(arguments[i][0], true, scale)) return s;
-    if (!given(arguments[i][1]))
-      std::memset(offset, 0, static_cast<std::size_t>(columns) * sizeof(float));  // adding 0 keeps every quantised value
-    else if (Status s = pack_channels(arguments[i][1], false, offset))
-      return s;
-    *results[i] = {scale, offset, nullptr};
-    if (!plan_.use_reciprocals || tokens_ < kReciprocalTokens) continue;
-    // The range in which the kernels may multiply by the reciprocal: simd/estimate.hpp says why.
-    std::uint32_t outside = 0;
-    for (std::int64_t c = 0; c < columns; ++c) {
-      const std::uint32_t scale_exponent = bits_of(scale[c]) >> 23 & 0xFFu, offset_bits = bits_of(offset[c]) & 0x7FFFFFFFu;
-      outside |= static_cast<std::uint32_t>(scale_exponent - 1u > 251u) | static_cast<std::uint32_t>(offset_bits > 0x43000000u);
-      reciprocal[c] = 1.0f / scale[c];
-    }
-    if (!outside) results[i]->reciprocal = reciprocal;
+  for (Channels* channels : {&out_.k_channels, &out_.v_channels}) {
+    float* const reciprocal = reciprocals + (channels->scale - scales);
+    if (set_reciprocals(channels->scale, channels->offset, reciprocal)) channels->reciprocal = reciprocal;
   }
   return {};
+}
+
+// A scale or offset as [Nkv*D], each of its elements read once.
+void Preparer::copy_channels(Argument argument, ChannelSteps steps, float* out) const {
+  const std::int64_t heads = plan_.heads_kv, dim = plan_.dim;
+  const auto* const from = static_cast<const char*>(call_[argument]);
+  if (!given(argument)) {
+    std::memset(out, 0, static_cast<std::size_t>(heads * dim) * sizeof(float));  // adding 0 keeps every quantised value
+    return;
+  }
+  if (steps.column == sizeof(float) && (heads == 1 || steps.head == dim * steps.column)) {
+    std::memcpy(out, from, static_cast<std::size_t>(heads * dim) * sizeof(float));
+    return;
+  }
+  for (std::int64_t h = 0; h < heads; ++h)
+    for (std::int64_t d = 0; d < dim; ++d) {
+      const std::int64_t met_h = steps.head ? h : 0, met_d = steps.column ? d : 0;  // where this element was met first
+      const bool repeats = met_h < h || met_d < d;
+      out[h * dim + d] = repeats ? out[met_h * dim + met_d] : read<float>(from, h * steps.head + d * steps.column);
+    }
+}
+
+Status Preparer::find_bad_channel(const float* packed) const {
+  for (int i = 0; i < 4; ++i)
+    for (std::int64_t h = 0; h < plan_.heads_kv; ++h)
+      for (std::int64_t d = 0; d < plan_.dim; ++d, ++packed) {
+        const bool is_scale = i < 2;
+        if (plan_.target->table->all_good(packed, 1, is_scale)) continue;
+        const View& view = plan_.operands[kChannelArguments[i]];
+        const bool per_head = view.ndim == 2 && view.shape[1] == 1;
+        const std::int64_t position = per_head ? h : h * plan_.dim + d;
+        return fault(is_scale ? Code::scale : Code::offset, kChannelArguments[i], bits_of(*packed), 0, -1, position);
+      }
+  return {};
+}
+
+// Whether the kernels may multiply by the reciprocals: simd/estimate.hpp says why and in which range.
+bool Preparer::set_reciprocals(const float* scale, const float* offset, float* reciprocal) const {
+  std::uint32_t outside = 0;
+  for (std::int64_t c = 0; c < columns_kv(plan_); ++c) {
+    const std::uint32_t scale_exponent = bits_of(scale[c]) >> 23 & 0xFFu, offset_bits = bits_of(offset[c]) & 0x7FFFFFFFu;
+    outside |= static_cast<std::uint32_t>(scale_exponent - 1u > 251u) | static_cast<std::uint32_t>(offset_bits > 0x43000000u);
+    reciprocal[c] = 1.0f / scale[c];
+  }
+  return !outside;
 }
 
 // weight_scale and bias as the kernels read them: unit stride, 32 bits. Their values are not checked (C6), so where the
@@ -309,32 +351,6 @@ void Preparer::choose_stores() {
                                  k.strides[2], v.strides[0], v.strides[1], v.strides[2]);
   const std::int64_t item = item_size(plan_.operands[Argument::cos].dtype), x_item = plan_.integer_x ? 4 : item;
   out_.stream_out = tokens_ * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
-}
-
-// Copies a scale or offset to out[Nkv*D], each element of the operand read once, and checks what it read by its bits (C6).
-Status Preparer::pack_channels(Argument argument, bool is_scale, float* out) const {
-  const View& view = plan_.operands[argument];
-  const std::int64_t heads = plan_.heads_kv, dim = plan_.dim;
-  const bool per_head = view.ndim == 2 && view.shape[1] == 1;
-  const bool single = view.ndim == 0 || (view.ndim == 1 && view.shape[0] == 1);
-  const std::int64_t step = single || per_head ? 0 : view.strides[view.ndim - 1];
-  const std::int64_t head_step = single ? 0 : view.ndim == 2 ? view.strides[0] : dim * view.strides[0];
-  const char* from = static_cast<const char*>(call_[argument]);
-  if (step != sizeof(float) || (heads > 1 && head_step != dim * step)) {
-    for (std::int64_t h = 0; h < heads; ++h)
-      for (std::int64_t d = 0; d < dim; ++d) {
-        const bool repeats = (single && h > 0) || ((single || per_head) && d > 0);  // read once
-        out[h * dim + d] = repeats ? out[single ? 0 : h * dim] : read<float>(from, h * head_step + d * step);
-      }
-    from = reinterpret_cast<const char*>(out);
-  }
-  const auto pack = [&](const char* values, float* to, std::int64_t count) {
-    return plan_.target->table->pack(values, reinterpret_cast<char*>(to), count, is_scale ? 1 : 0);
-  };
-  if (!pack(from, out, heads * dim)) return {};
-  std::int64_t c = 0;
-  while (!pack(reinterpret_cast<const char*>(out + c), out + c, 1)) ++c;
-  return fault(is_scale ? Code::scale : Code::offset, argument, bits_of(out[c]), 0, -1, single ? 0 : per_head ? c / dim : c);
 }
 
 }  // namespace

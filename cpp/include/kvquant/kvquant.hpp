@@ -170,10 +170,23 @@ struct Part;
 struct Token;
 using Kernel = std::int64_t (*)(const Part&, const Token*, std::int64_t);
 
-// The bytes that an operand occupies, relative to its data pointer: [low, high). Empty (0, 0) if it is absent or has no
-// elements.
+// The bytes that an operand occupies, relative to its data pointer: [low, high). Empty (0, 0) if it has no elements.
 struct Interval {
-  std::int64_t low = 0, high = 0;
+  std::int64_t low, high;
+};
+
+// Those of the operands that are looked at and not empty: first the ones that are written, then the others.
+struct Extents {
+  struct {
+    Argument argument;
+    Interval bytes;
+  } of[kOperandCount];
+  int written, count;
+};
+
+// A scale or offset seen as [Nkv,D]: bytes from head to head and from column to column, 0 where one element serves all.
+struct ChannelSteps {
+  std::int64_t head = 0, column = 0;
 };
 
 // One of Q, K, V as the plan sees it: strides in bytes over batch, sequence and heads.
@@ -199,7 +212,8 @@ struct Plan {
   bool use_reciprocals = false;           // this CPU divides slowly: same bits by multiplications where they are certain
   const detail::Target* target = nullptr;
   detail::Stream streams[3] = {};
-  detail::Interval extents[kOperandCount] = {};  // of the operands that are looked at, for this B and S
+  detail::ChannelSteps channel_steps[4] = {};  // of scale_k, scale_v, offset_k, offset_v
+  detail::Extents extents = {};                // for this B and S
 };
 
 // What may change from call to call under one plan: B, S and the data pointers, in the order of Argument. Strides are the plan's.
