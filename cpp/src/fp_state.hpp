@@ -16,10 +16,16 @@ class FpState {
   FpState(const FpState&) = delete;
   FpState& operator=(const FpState&) = delete;
 #if defined(__x86_64__)
-  FpState() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
-  ~FpState() { _mm_setcsr(saved_); }
+  // Writing MXCSR takes as long as a hundred instructions, reading it next to nothing.
+  FpState() : saved_(_mm_getcsr()) {
+    if ((saved_ & ~kFlags) != kControl) _mm_setcsr(kControl);
+  }
+  ~FpState() {
+    if (_mm_getcsr() != saved_) _mm_setcsr(saved_);
+  }
 
  private:
+  static constexpr unsigned kFlags = 0x3F, kControl = 0x1F80;
   unsigned saved_;
 #elif defined(__aarch64__)
   FpState() {
