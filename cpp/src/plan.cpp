@@ -58,7 +58,7 @@ class Planner {
   Status check_options() const;
   Status check_caches();
   Status check_source();
-  Status check_rotation() const;
+  Status check_rotation();
   Status check_table(Argument argument) const;
   Status check_indices() const;
   Status check_outputs();
@@ -159,13 +159,14 @@ Status Planner::check_source() {
   return {};
 }
 
-Status Planner::check_rotation() const {
+Status Planner::check_rotation() {
   const View& cos = at(Argument::cos);
   for (const Argument argument : {Argument::cos, Argument::sin}) {
     if (Status s = check_dtype(argument, at(argument), set_of(cos.dtype))) return s;
     if (Status s = given(Argument::positions) ? check_table(argument) : check_tokens(argument, plan_.three_d ? 1 : -1, plan_.dim))
       return s;
   }
+  plan_.table_half = cos.shape[cos.ndim - 1] < plan_.dim ? 0 : plan_.dim / 2;
   if (!given(Argument::positions)) return {};
   if (Status s = check_dtype(Argument::positions, at(Argument::positions), kIndexTypes)) return s;
   return check_shape(Argument::positions, at(Argument::positions), Layout::vector, 1, plan_.batch * plan_.sequence);
@@ -316,7 +317,7 @@ void Planner::choose_kernels() {
     stream.cached = cached;
     stream.uncached = uncached;
   };
-  set(plan_.streams[0], nullptr, jobs[kRotateOut]);
+  set(plan_.streams[0], jobs[kRotateOut], jobs[kRotateOut]);
   set(plan_.streams[1], jobs[out ? kRotateCacheOut : kRotateCache], out ? jobs[kRotateOut] : nullptr);
   set(plan_.streams[2], jobs[out ? kCacheOut : kCache], out ? jobs[kOut] : nullptr);
 }
