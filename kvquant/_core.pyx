@@ -117,7 +117,7 @@ cdef extern from "request.hpp" namespace "kvquant" nogil:
         bint tensors, direct
         const CorePlan* plan
     bint same_metadata(const Request&, const Operands&, const Options&) noexcept
-    Status check_request(Request&) noexcept
+    Status check_request(Request&, bint) noexcept
 
 
 # ---- from arrays to views -------------------------------------------------------------------------------------------
@@ -384,8 +384,9 @@ cdef object array_at(Request* r, Argument argument):
     return None if array == NULL else <object>array
 
 
-cdef int check_plan(Request* r) except -1:
-    cdef Status status = check_request(r[0])
+cdef int check_plan(Request* r, bint keep) except -1:
+    """keep: the plan is to outlive this call."""
+    cdef Status status = check_request(r[0], keep)
     if status.code != Code.ok:
         raise_status(status, array_at(r, status.argument))
     return 0
@@ -537,7 +538,7 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
     fill_request(&r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale,
                  activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
                  allow_duplicates, vendor_limits, out, num_threads, isa)
-    check_plan(&r)
+    check_plan(&r, False)
     return execute(&r)
 
 
@@ -559,13 +560,19 @@ cdef class Plan:
         An operand given here takes the place of the plan's for this run only and may differ from it in shape, strides and
         dtype. All values, and the arrays' shapes, are read anew. Errors as in kvquant.dequant_rope_quant_kvcache.
         """
-        cdef Request r
         self.check_made()
         if (x is None and cos is None and sin is None and k_cache is None and v_cache is None and scale_k is None
                 and scale_v is None and offset_k is None and offset_v is None and weight_scale is None
                 and activation_scale is None and bias is None and positions is None and out is None and num_threads is None
                 and self.is_unchanged(indices)):
             return execute(&self.bound, NULL if indices is None else cnp.PyArray_DATA(<cnp.ndarray>indices))
+        return self.run_with(indices, x, cos, sin, k_cache, v_cache, scale_k, scale_v, offset_k, offset_v, weight_scale,
+                             activation_scale, bias, positions, out, num_threads)
+
+    cdef object run_with(self, indices, x, cos, sin, k_cache, v_cache, scale_k, scale_v, offset_k, offset_v, weight_scale,
+                         activation_scale, bias, positions, out, num_threads):
+        """run with other operands, or with arrays that have changed."""
+        cdef Request r
         given = self.given
         r.tensors = r.direct = self.bound.tensors
         out = given[14] if out is None else frozen(out)
@@ -592,7 +599,7 @@ cdef class Plan:
         if same_metadata(r, self.bound.operands, self.bound.options):
             r.plan = self.bound.plan
         else:
-            check_plan(&r)
+            check_plan(&r, False)
         return execute(&r)
 
     cdef bint is_unchanged(self, indices):
@@ -671,7 +678,7 @@ cdef Plan make_plan_object(bint tensors, x, cos, sin, k_cache, v_cache, indices,
                  padding_index, allow_duplicates, vendor_limits, out, num_threads, isa)
     result.given = (x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v, weight_scale,
                     activation_scale, bias, positions, out, isa)
-    check_plan(&result.bound)
+    check_plan(&result.bound, True)
     return result
 
 

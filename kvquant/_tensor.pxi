@@ -169,7 +169,7 @@ def tensor_call(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_s
     fill_request(&r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale,
                  activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
                  allow_duplicates, vendor_limits, None, num_threads, isa)
-    check_plan(&r)
+    check_plan(&r, False)
     return execute(&r)[:3]
 
 

@@ -5,7 +5,6 @@
 
 #include <cstring>
 #include <new>
-#include <type_traits>
 
 #include "kvquant/kvquant.hpp"
 
@@ -21,13 +20,18 @@ struct Request {
   int threads = 0;  // 0: automatic
   bool tensors = false;  // the arrays are torch tensors, and results will be
   bool direct = false;   // the tensors did not come through PyTorch's dispatcher
-  const Plan* plan = nullptr;  // once checked: `own`, or that of the Plan object whose request this is like
+  const Plan* plan = nullptr;  // once checked: `own`, that of the Plan object whose request this is like, or a lent one
+  bool* lent = nullptr;        // true while the plan is lent to this request
   union {
     Plan own;  // not written before it is needed: it is larger than all the rest
   };
   Request() {}
+  Request(const Request&) = delete;
+  Request& operator=(const Request&) = delete;
+  ~Request() {
+    if (lent) *lent = false;
+  }
 };
-static_assert(std::is_trivially_copyable<Plan>::value, "plans are copied as bytes");
 
 // Everything that make_plan looks at; compared by fields, as the structures have padding.
 inline bool same_metadata(const Request& r, const Operands& operands, const Options& options) {
@@ -46,28 +50,37 @@ inline bool same_metadata(const Request& r, const Operands& operands, const Opti
          r.options.isa == options.isa;
 }
 
-// make_plan, unless this thread's last plan was made of the same metadata: decode loops repeat theirs call after call.
-inline Status check_request(Request& r) {
+// make_plan, unless this thread's last plan was made of the same metadata: decode loops repeat theirs call after call. That plan
+// is lent for as long as the request lives, or copied to be kept. A call in progress may have it already, as allocating a result may
+// run the garbage collector, and that any code.
+inline Status check_request(Request& r, bool keep) {
   static thread_local struct {
     Operands operands;
     Options options;
     Plan plan;
-    bool made = false;
+    bool made = false, lent = false;
   } last;
-  r.plan = &r.own;
-  if (last.made && same_metadata(r, last.operands, last.options)) {
-    std::memcpy(&r.own, &last.plan, sizeof r.own);
+  if (!last.lent) {
+    if (!last.made || !same_metadata(r, last.operands, last.options)) {
+      last.made = false;
+      new (&last.plan) Plan;
+      if (const Status status = make_plan(r.operands, r.options, last.plan)) return status;
+      last.operands = r.operands;
+      last.options = r.options;
+      last.made = !r.options.isa;  // a name of a target lives as long as its caller wants
+    }
+    if (keep) {
+      r.plan = new (&r.own) Plan(last.plan);
+      return {};
+    }
+    r.plan = &last.plan;
+    r.lent = &last.lent;
+    last.lent = true;
     return {};
   }
+  r.plan = &r.own;
   new (&r.own) Plan;
-  const Status status = make_plan(r.operands, r.options, r.own);
-  if (!status && !r.options.isa) {  // a name of a target lives as long as its caller wants
-    last.operands = r.operands;
-    last.options = r.options;
-    last.plan = r.own;
-    last.made = true;
-  }
-  return status;
+  return make_plan(r.operands, r.options, r.own);
 }
 
 }  // namespace kvquant
