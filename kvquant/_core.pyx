@@ -86,6 +86,7 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
         int64_t batch, sequence
         void* data[20]
     cdef cppclass Prepared:
+        Call call
         int64_t tokens
     size_t message(const Status&, char*, size_t) noexcept
     const char* name(Argument) noexcept
@@ -404,6 +405,10 @@ cdef object empty_output(cnp.ndarray like, const View& view):
     return PyArray_Empty(view.ndim, shape, descr, 0)
 
 
+cdef cnp.npy_intp no_elements = 0
+cdef int64_t nothing  # what arrays without elements point to, so that NumPy need not allocate
+
+
 cdef object output(Request* r, Call* call, Argument argument):
     """The array for q, k or v: the caller's, a new one, or one of shape (0,)."""
     cdef View none
@@ -413,12 +418,14 @@ cdef object output(Request* r, Call* call, Argument argument):
         call.data[i] = r.data[i]
         return <object>r.arrays[i]
     cdef const View* view = &r.plan.operands.view[i]
-    if argument != Argument.q and not r.options.kv_output:
-        none.ndim = 1
-        view = &none
+    cdef bint wanted = argument == Argument.q or r.options.kv_output
+    like = <object>r.arrays[<int>Argument.cos]
     if r.tensors:
-        return empty_tensor(<object>r.arrays[<int>Argument.cos], view[0], argument, &call.data[i])
-    array = empty_output(<cnp.ndarray>r.arrays[<int>Argument.cos], view[0])
+        none.ndim = 1
+        return empty_tensor(like, view[0] if wanted else none, argument, &call.data[i])
+    if not wanted:
+        return cnp.PyArray_SimpleNewFromData(1, &no_elements, cnp.PyArray_TYPE(<cnp.ndarray>like), &nothing)
+    array = empty_output(<cnp.ndarray>like, view[0])
     call.data[i] = cnp.PyArray_DATA(<cnp.ndarray>array)
     return array
 
@@ -426,8 +433,8 @@ cdef object output(Request* r, Call* call, Argument argument):
 cdef object execute(Request* r, void* indices=NULL):
     """prepare and run a checked request, with other indices if any; returns (q, k, v, k_cache, v_cache)."""
     cdef const CorePlan* plan = r.plan
-    cdef Call call
     cdef Prepared prepared
+    cdef Call* call = &prepared.call
     cdef KvquantStack stack
     cdef void* workspace = <void*>stack.bytes
     cdef size_t bytes
@@ -435,10 +442,10 @@ cdef object execute(Request* r, void* indices=NULL):
     cdef int64_t tokens = plan.batch * plan.sequence, elements = tokens * (plan.heads_q + 2 * plan.heads_kv) * plan.dim
     cdef int threads = choose_threads(r.threads, tokens, elements)
     cdef int i
-    q = output(r, &call, Argument.q)
-    k = output(r, &call, Argument.k)
+    q = output(r, call, Argument.q)
+    k = output(r, call, Argument.k)
     # Without kv_output one array of shape (0,) stands for both; PyTorch's results must not alias.
-    v = output(r, &call, Argument.v) if r.options.kv_output or r.tensors else k
+    v = output(r, call, Argument.v) if r.options.kv_output or r.tensors else k
     for i in range(<int>Argument.q):
         call.data[i] = r.data[i]
     if indices != NULL:
@@ -454,10 +461,10 @@ cdef object execute(Request* r, void* indices=NULL):
     # Other threads may run meanwhile where that is worth the switch; the caller's references keep every array alive.
     if threads > 1 or elements > 65536:
         with nogil:
-            status = prepare(plan[0], call, workspace, bytes, prepared)
+            status = prepare(plan[0], call[0], workspace, bytes, prepared)
             run_parallel(plan[0], prepared, threads)
     else:
-        status = prepare(plan[0], call, workspace, bytes, prepared)
+        status = prepare(plan[0], call[0], workspace, bytes, prepared)
         run(plan[0], prepared, 0, prepared.tokens)
     if workspace != <void*>stack.bytes:
         free(workspace)
