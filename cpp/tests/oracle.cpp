@@ -94,8 +94,7 @@ float from_int32(std::int32_t value) {
   const std::uint64_t magnitude =
       value < 0 ? static_cast<std::uint64_t>(-static_cast<std::int64_t>(value)) : static_cast<std::uint64_t>(value);
   if (magnitude == 0) return 0.0f;
-  int top = 0;
-  while ((magnitude >> top) > 1) ++top;
+  const int top = 63 - __builtin_clzll(magnitude);
   const std::uint64_t significand = shift_right_even(magnitude, top - 23);  // [2^23, 2^24], the carry is handled by the sum
   return from_bits(sign | static_cast<std::uint32_t>((static_cast<std::uint64_t>(top + 126) << 23) + significand));
 }

@@ -1,4 +1,5 @@
 // Plan -> prepare -> run in a fenced workspace, and the comparison of every target with the oracle (cases.hpp).
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -60,8 +61,11 @@ Status execute(const Operands& operands, const Options& options, Cut cut, std::u
   } else if (status.code == kvquant::Code::workspace) {
     violation = "workspace_size() bytes were not enough for prepare";
   }
-  for (const unsigned char* p = storage.data(); p != storage.data() + storage.size(); ++p)
-    if ((p < workspace || p >= workspace + size) && *p != 0xA5) violation = "bytes outside the workspace were written";
+  const auto written = [](const unsigned char* first, const unsigned char* last) {
+    return std::any_of(first, last, [](unsigned char byte) { return byte != 0xA5; });
+  };
+  if (written(storage.data(), workspace) || written(workspace + size, storage.data() + storage.size()))
+    violation = "bytes outside the workspace were written";
   return status;
 }
 
