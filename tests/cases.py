@@ -7,6 +7,7 @@ the only arithmetic here draws values.
 import itertools
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -32,9 +33,9 @@ DIMS = (*range(2, 131, 2), 160, 192, 256, 512)
 TOKENS = (0, 1, 2, 3, 7, 8, 9, 33, 64, 257)
 OPTIONS = {
     "rank": (2, 3),
-    "heads": ((1, 1), (4, 1), (3, 2), (0, 1), (2, 3)),
+    "heads": ((1, 1), (4, 1), (3, 2), (0, 1), (2, 3), (5, 4), (0, 2)),
     "cache_mode": ("contiguous", "page"),
-    "layout": ("contiguous", "interleaved", "side_by_side", "head_major", "padded_page"),
+    "layout": ("contiguous", "interleaved", "rows_interleaved", "side_by_side", "head_major", "padded_page", "reversed"),
     "index_type": ("int32", "int64"),
     "tables": ("per_token", "full", "half"),
     "padding": (False, True),
@@ -45,11 +46,27 @@ OPTIONS = {
     "scale_shape": ("heads_dim", "flat", "per_head", "one", "scalar"),
     "numerics": ("fp32", "ascend"),
     "kv_output": (False, True),
-    "out": (None, "contiguous", "strided", "some"),
-    "strided": ("none", "padded", "odd"),
+    "out": (None, "contiguous", "some", "padded", "head_major", "fused"),
+    "inputs": ("dense", "padded", "transposed", "reversed", "shared"),
+    "vectors": ("dense", "padded", "reversed"),
+    "odd": (False, True),
     "data": ("plain", "special", "ties"),
     "num_threads": (None, 1, 2),
 }
+# What a row of the grid says beside D, T and S (tools/make_grid.py): the options, and what only one side can vary. Threads are
+# Python's; three sources instead of x, and strides of v that differ from those of k, are C++'s.
+SCALE_SHAPES = {f"shape_of_{name}": OPTIONS["scale_shape"] for name in ("scale_k", "scale_v", "offset_k", "offset_v")}
+GRID_COLUMNS = (
+    {name: values for name, values in OPTIONS.items() if name != "scale_shape"}
+    | SCALE_SHAPES
+    | {
+        "page_rows": (1, 2, 3, 4, 5, 16),
+        "position_type": ("int32", "int64"),
+        "sources": ("packed", "three"),
+        "uneven": (False, True),
+    }
+)
+GRID = Path(__file__).with_name("grid.txt")
 
 
 @dataclass(frozen=True)
@@ -70,13 +87,18 @@ class Case:
     bias: object = None
     activation_scale: bool = False
     offsets: str = "none"
-    scale_shape: str = "heads_dim"
+    scale_shape: object = "heads_dim"  # or four, of scale_k, scale_v, offset_k and offset_v
     numerics: str = "fp32"
     kv_output: bool = False
     out: object = None
-    strided: str = "none"
+    inputs: str = "dense"  # rows of x, cos and sin; "shared": one row of cos and sin for all batches, by stride 0
+    vectors: str = "dense"
+    odd: bool = False  # odd addresses and, on axes of size 1, strides that mean nothing
     data: str = "plain"
     num_threads: object = None
+    steps: object = None  # S; None: drawn, as are the next two
+    page_rows: object = None  # C2 of pages
+    position_type: object = None
     seed: int = 0
 
 
@@ -156,16 +178,21 @@ def place(built, name, values, rng, *, order=None, pad=0, gap=1, base=0, flip=Fa
 def _place_caches(built, case, shape, rng):
     """k_cache and v_cache of random bytes in the case's layout."""
     c1, c2, kv_heads, dim = shape
-    if case.layout in ("interleaved", "side_by_side"):  # K and V in one buffer
-        whole = (c1, 2, c2, kv_heads, dim) if case.layout == "interleaved" else (c1, c2, kv_heads, 2 * dim)
+    both = {  # K and V in one buffer: the axis that tells them apart, the whole shape
+        "interleaved": (1, (c1, 2, c2, kv_heads, dim)),
+        "rows_interleaved": (2, (c1, c2, 2, kv_heads, dim)),
+        "side_by_side": (3, (c1, c2, kv_heads, 2, dim)),
+    }
+    if case.layout in both:
+        axis, whole = both[case.layout]
         view = place(built, "k_cache and v_cache", rng.integers(-128, 128, whole, np.int8), rng, base=5)
-        return (view[:, 0], view[:, 1]) if case.layout == "interleaved" else (view[..., :dim], view[..., dim:])
+        return list(np.moveaxis(view, axis, 0))
     how = {
-        "contiguous": {},
         "head_major": {"order": (0, 2, 1, 3)},
         "padded_page": {"pad": 3, "base": 1, "odd_ones": True},
-    }[case.layout]
-    return [place(built, name, rng.integers(-128, 128, shape, np.int8), rng, **how) for name in ("k_cache", "v_cache")]
+    }.get(case.layout, {})
+    made = [place(built, name, rng.integers(-128, 128, shape, np.int8), rng, **how) for name in ("k_cache", "v_cache")]
+    return [cache[::-1, ::-1] for cache in made] if case.layout == "reversed" else made
 
 
 def _place_outputs(built, case, shapes, rng):
@@ -174,8 +201,8 @@ def _place_outputs(built, case, shapes, rng):
         return None
     dtype = TYPES[case.pair[1]]
     names = ("q", "k", "v") if case.kv_output else ("q",)
-    if case.out == "strided":  # all in one buffer, heads side by side
-        q = shapes["q"]
+    q = shapes["q"]
+    if case.out == "fused":  # all in one buffer, heads side by side
         heads = [shapes[name][-2] for name in names]
         whole = np.zeros((*q[:-2], sum(heads), q[-1]), dtype)
         view = place(built, "out", whole, rng, pad=6, base=1)
@@ -183,7 +210,8 @@ def _place_outputs(built, case, shapes, rng):
         made = {name: view[..., ends[i] : ends[i + 1], :] for i, name in enumerate(names)}
     else:
         skipped = ("k",) if case.out == "some" else ()
-        made = {n: place(built, n, np.zeros(shapes[n], dtype), rng) for n in names if n not in skipped}
+        how = {"padded": {"pad": 6, "odd_ones": True}, "head_major": {"order": (*range(len(q) - 3), -2, -3, -1)}}.get(case.out, {})
+        made = {n: place(built, n, np.zeros(shapes[n], dtype), rng, **how) for n in names if n not in skipped}
     return tuple(made.get(name) for name in ("q", "k", "v"))
 
 
@@ -294,50 +322,53 @@ def build(case):
     (q_heads, kv_heads), dim, tokens = case.heads, case.dim, case.tokens
     width = (q_heads + 2 * kv_heads) * dim
 
-    steps = 1
-    if case.rank == 3:
-        steps = int(rng.choice([n for n in range(1, tokens + 1) if tokens % n == 0])) if tokens else 2
-    batches = tokens // steps
-    if case.rank == 3 and not tokens and case.seed % 2:
-        batches, steps = 2, 0
+    if case.rank == 2:
+        steps = 1
+    elif case.steps is not None:
+        steps = case.steps
+    else:
+        steps = int(rng.choice([n for n in range(1, tokens + 1) if tokens % n == 0])) if tokens else case.seed % 2 * 2
+    batches = tokens // steps if steps else 2
     lead = (batches, steps) if case.rank == 3 else (batches,)
     if case.cache_mode == "page":
-        c2 = int(rng.choice([1, 2, 5, 16]))
+        c2 = case.page_rows or int(rng.choice([1, 2, 5, 16]))
         c1 = tokens // c2 + 2
     else:
         c1, c2 = max(1, batches + int(rng.integers(0, 3))), max(1, steps + int(rng.integers(0, 4)))
     cache_shape = (c1, c2, kv_heads, dim)
 
-    vector = {"none": {}, "padded": {"gap": 2}, "odd": {"base": 1, "gap": 3, "flip": True}}[case.strided]
-    rows = {"none": {}, "padded": {"pad": 12}, "odd": {"base": 1, "flip": True, "odd_ones": True}}[case.strided]
-    rows3 = rows | ({"order": (1, 0, 2)} if case.strided == "odd" and case.rank == 3 else {})
+    odd = {"base": 1, "odd_ones": True} if case.odd else {}
+    vector = odd | {"padded": {"gap": 2}, "reversed": {"gap": 3, "flip": True}}.get(case.vectors, {})
+    rows = odd | {"padded": {"pad": 12}, "reversed": {"flip": True}}.get(case.inputs, {})
+    swapped = case.inputs == "transposed" and case.rank == 3  # memory [S,B,...]
 
     a = built.arguments
     x = draw.integers((*lead, width)) if x_type == "int32" else narrow(draw.floats((*lead, width), 3), x_type)
-    a["x"] = place(built, "x", x, rng, **rows3)
+    a["x"] = place(built, "x", x, rng, **rows, order=(1, 0, 2) if swapped else None)
     shape = (*lead, 1, dim) if case.rank == 3 else (*lead, dim)
     if case.tables != "per_token":
         table_rows = int(rng.integers(1, 10))
         shape = (table_rows, dim if case.tables == "full" else dim // 2)
-        positions = rng.integers(0, table_rows, tokens).astype(rng.choice([np.int32, np.int64]))
+        positions = rng.integers(0, table_rows, tokens).astype(TYPES[case.position_type or rng.choice(["int32", "int64"])])
         a["positions"] = place(built, "positions", positions, rng, **vector)
-    once = case.strided == "padded" and batches > 0  # one table for all batches, by stride 0
+    once = case.inputs == "shared" and batches > 0
+    order = (1, 0, 2, 3) if swapped and len(shape) == 4 else None
     for name, table in zip(("cos", "sin"), draw.tables((1, *shape[1:]) if once else shape)):
-        a[name] = place(built, name, narrow(table, output), rng, **rows)
+        a[name] = place(built, name, narrow(table, output), rng, **rows, order=order)
         if once:
             a[name] = np.broadcast_to(a[name], shape)
     a["k_cache"], a["v_cache"] = _place_caches(built, case, cache_shape, rng)
     a["indices"] = place(built, "indices", _indices(case, rng, cache_shape, batches, steps), rng, **vector)
 
     shapes = {"heads_dim": (kv_heads, dim), "flat": (kv_heads * dim,), "per_head": (kv_heads, 1), "one": (1,)}
-    shape = shapes.get(case.scale_shape, ())
-    for name in ("scale_k", "scale_v"):
-        a[name] = place(built, name, draw.scales(shape), rng, **vector)
-    a["size_splits"] = [q_heads * dim, kv_heads * dim, kv_heads * dim]
-    for letter in "kv":
-        if case.offsets in (letter, "both"):
-            name = f"offset_{letter}"
+    names = ("scale_k", "scale_v", "offset_k", "offset_v")
+    chosen = (case.scale_shape,) * 4 if isinstance(case.scale_shape, str) else case.scale_shape
+    for name, shape in zip(names, (shapes.get(one, ()) for one in chosen)):
+        if name.startswith("scale"):
+            a[name] = place(built, name, draw.scales(shape), rng, **vector)
+        elif case.offsets in (name[-1], "both"):
             a[name] = place(built, name, draw.offsets(shape), rng, **vector)
+    a["size_splits"] = [q_heads * dim, kv_heads * dim, kv_heads * dim]
     if x_type == "int32":
         a["weight_scale"] = place(built, "weight_scale", draw.factors(width, 1e-4, 1e-2), rng, **vector)
     if case.activation_scale:
@@ -355,6 +386,34 @@ def build(case):
 
 
 # Choosing cases ------------------------------------------------------------------------------------------------------
+
+
+def word(value):
+    """How the grid's file writes a value."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", False: "no", True: "yes"}[value]
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def read_grid():
+    """The rows of the grid's file as dicts of its columns, with dim, tokens and steps."""
+    lines = iter(GRID.read_text().splitlines()[1:])
+    for name, values in GRID_COLUMNS.items():
+        assert next(lines).split() == [name, *map(word, values)], "the file is older than GRID_COLUMNS: tools/make_grid.py"
+    rows = []
+    count = next(lines)
+    for line in lines:
+        *shape, digits = line.split()
+        chosen = {name: values[int(digit)] for digit, (name, values) in zip(digits, GRID_COLUMNS.items(), strict=True)}
+        rows.append(dict(zip(("dim", "tokens", "steps"), map(int, shape), strict=True)) | chosen)
+    assert count == f"rows {len(rows)}"
+    return rows
+
+
+def case_of(row, pair, seed):
+    """A row of the grid as a case for one type pair."""
+    own = {name: value for name, value in row.items() if name not in SCALE_SHAPES and name not in ("sources", "uneven")}
+    return Case(pair=pair, seed=seed, scale_shape=tuple(row[name] for name in SCALE_SHAPES), **own)
 
 
 def all_pairs(parameters, rows, rng):

@@ -20,6 +20,7 @@ def pytest_addoption(parser):
     parser.addoption("--record-counts", action="store_true", help="write tests/recorded.txt from the files that run")
 
 
+@pytest.hookimpl(trylast=True)  # so that the ISAs of one test follow each other, and share what it caches
 def pytest_generate_tests(metafunc):
     """A test that takes `isa` runs under every ISA of this machine; one that takes `pair`, for every type pair."""
     own = {name for mark in metafunc.definition.iter_markers("parametrize") for name in str(mark.args[0]).split(", ")}

@@ -223,8 +223,9 @@ def test_fault_F65_inputs_may_be_read_only(pair, isa):
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_fault_F67_bfloat16_arrays(tokens, isa):
     for x_type in ("bfloat16", "int32"):
-        for strided in ("none", "padded", "odd"):
-            built = a_call((x_type, "bfloat16"), tokens=tokens, strided=strided, bias="bfloat16", out="strided")
+        for memory in ("dense", "padded", "reversed"):
+            case = {"tokens": tokens, "inputs": memory, "vectors": memory, "odd": memory == "reversed", "out": "fused"}
+            built = a_call((x_type, "bfloat16"), bias="bfloat16", **case)
             expected = built.run(kvquant.reference.dequant_rope_quant_kvcache)
             assert difference(expected, built.run(kvquant.dequant_rope_quant_kvcache, isa=isa)) is None
             assert expected["q"][0] == "bfloat16"

@@ -7,7 +7,7 @@ import threading
 import kvquant
 import numpy as np
 import pytest
-from cases import Case, build, difference
+from cases import OPTIONS, Case, build, difference
 
 CASE = {
     "tokens": 9,
@@ -42,7 +42,7 @@ def run_again(plan, built, **more):
     return built.observe(plan.run(**more))
 
 
-@pytest.mark.parametrize("out", [None, "contiguous", "strided", "some"])
+@pytest.mark.parametrize("out", OPTIONS["out"])
 def test_same_bytes_as_the_function_each_time(out, pair, isa):
     built = build(Case(pair=pair, out=out, data="special", **CASE))
     expected = expected_of(built)
@@ -113,7 +113,7 @@ def test_another_number_of_tokens_for_one_run(pair, isa):
     built = build(Case(pair=pair, **{**CASE, "activation_scale": False}))
     plan = planned(built, isa)
     for tokens in (0, 1, 4, 33):
-        other = build(Case(pair=pair, strided="odd", **{**CASE, "activation_scale": False, "tokens": tokens}))
+        other = build(Case(pair=pair, inputs="reversed", vectors="reversed", odd=True, **{**CASE, "activation_scale": False, "tokens": tokens}))
         fixed = ("weight_scale", "bias", "scale_k", "scale_v", "offset_k", "offset_v")
         other.arguments |= {name: built.arguments[name] for name in fixed if name in built.arguments}
         expected = expected_of(other)

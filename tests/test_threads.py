@@ -108,7 +108,7 @@ def run_program(text, tmp_path, **environment):
 
 
 def test_same_bytes_for_any_number_of_threads(pair, isa, executed):
-    for case in (CASE, Case(tokens=64, dim=6, duplicates=True, padding=True, cache_mode="page", out="strided")):
+    for case in (CASE, Case(tokens=64, dim=6, duplicates=True, padding=True, cache_mode="page", out="fused")):
         built = build(Case(**{**vars(case), "pair": pair}))
         expected = built.run(kvquant.reference.dequant_rope_quant_kvcache)
         for num_threads in (*COUNTS, None):

@@ -1,12 +1,15 @@
-// Every target against the oracle over a fixed grid: dtype pairs x head size x tokens x cache layout, the other choices drawn
-// from the case's number. Whole buffers are compared, bytes that must not change included.
+// Every target against the oracle over the grid of tests/grid.txt, which the Python tests run too, and over drawn calls where that
+// does not reach. Whole buffers are compared, bytes that must not change included.
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <set>
+#include <fstream>
+#include <iterator>
+#include <sstream>
 #include <string>
+#include <vector>
 
 #include "cases.hpp"
 #include "oracle.hpp"
@@ -26,9 +29,6 @@ struct Pair {
 };
 constexpr Pair kPairs[] = {{DType::int32, DType::float16},   {DType::int32, DType::bfloat16},   {DType::int32, DType::float32},
                            {DType::float16, DType::float16}, {DType::bfloat16, DType::bfloat16}, {DType::float32, DType::float32}};
-constexpr std::int64_t kDims[] = {2,  4,  6,  10, 14, 16, 18,  30,  32,  34,  48,
-                                  64, 66, 80, 96, 128, 130, 160, 192, 256, 512};
-constexpr std::int64_t kTokens[] = {0, 1, 2, 3, 7, 8, 9, 33, 64};
 constexpr DType kBiases[] = {DType::none, DType::int32, DType::float32, DType::float16, DType::bfloat16};
 
 void split_tokens(Case& c, std::int64_t tokens, Random& random) {
@@ -80,47 +80,101 @@ Case draw(Pair pair, std::int64_t dim, std::int64_t tokens, CacheLayout layout, 
   return c;
 }
 
-// Pairs of option values that occurred, so that the grid can prove that it holds all of them.
-class Coverage {
- public:
-  void add(const Case& c) {
-    const int v[kOptions] = {static_cast<int>(c.bias), c.offset_k, c.offset_v, c.activation_scale, static_cast<int>(c.numerics),
-                             c.kv_output, static_cast<int>(c.mode), c.padding, c.duplicates, c.packed, c.three_d,
-                             static_cast<int>(c.tables)};
-    for (int i = 0; i < kOptions; ++i)
-      for (int j = 0; j < i; ++j) seen_.insert(((i * kOptions + j) * 8 + v[i]) * 8 + v[j]);
-  }
-  std::size_t count() const { return seen_.size(); }
-  // 10 two-valued options, tables with 3 values and bias with 5, absent or without effect for float x but still drawn.
-  static std::size_t all() { return 45 * 4 + 10 * 2 * (3 + 5) + 3 * 5; }
-
- private:
-  static constexpr int kOptions = 12;
-  std::set<int> seen_;
+// A column of the grid as its file must state it, and what its n-th value means here.
+struct Column {
+  const char* text;
+  void (*set)(Case&, int);
 };
+constexpr std::int64_t kHeads[][2] = {{1, 1}, {4, 1}, {3, 2}, {0, 1}, {2, 3}, {5, 4}, {0, 2}};
+constexpr std::int64_t kPageRows[] = {1, 2, 3, 4, 5, 16};
+constexpr OutputLayout kOutputs[] = {OutputLayout::dense,  OutputLayout::dense,      OutputLayout::dense,
+                                     OutputLayout::padded, OutputLayout::head_major, OutputLayout::fused};
+template <int operand>
+void set_scale_shape(Case& c, int i) { c.scale_shape[operand] = static_cast<ScaleShape>(i); }
+
+const Column kColumns[] = {
+    {"rank 2 3", [](Case& c, int i) { c.three_d = i == 1; }},
+    {"heads 1x1 4x1 3x2 0x1 2x3 5x4 0x2", [](Case& c, int i) { c.heads_q = kHeads[i][0], c.heads_kv = kHeads[i][1]; }},
+    {"cache_mode contiguous page", [](Case& c, int i) { c.mode = static_cast<CacheMode>(i); }},
+    {"layout contiguous interleaved rows_interleaved side_by_side head_major padded_page reversed",
+     [](Case& c, int i) { c.cache_layout = static_cast<CacheLayout>(i); }},
+    {"index_type int32 int64", [](Case& c, int i) { c.index = i == 0 ? DType::int32 : DType::int64; }},
+    {"tables per_token full half", [](Case& c, int i) { c.tables = static_cast<Case::Tables>(i); }},
+    {"padding no yes", [](Case& c, int i) { c.padding = i == 1; }},
+    {"duplicates no yes", [](Case& c, int i) { c.duplicates = i == 1; }},
+    {"bias none int32 float32 float16 bfloat16", [](Case& c, int i) { c.bias = kBiases[i]; }},
+    {"activation_scale no yes", [](Case& c, int i) { c.activation_scale = i == 1; }},
+    {"offsets none k v both", [](Case& c, int i) { c.offset_k = (i & 1) != 0, c.offset_v = (i & 2) != 0; }},
+    {"numerics fp32 ascend", [](Case& c, int i) { c.numerics = static_cast<Numerics>(i); }},
+    {"kv_output no yes", [](Case& c, int i) { c.kv_output = i == 1; }},
+    {"out none contiguous some padded head_major fused", [](Case& c, int i) { c.output_layout = kOutputs[i]; }},
+    {"inputs dense padded transposed reversed shared", [](Case& c, int i) { c.input_layout = static_cast<InputLayout>(i); }},
+    {"vectors dense padded reversed", [](Case& c, int i) { c.strided_vectors = i > 0; }},
+    {"odd no yes", [](Case& c, int i) {
+       c.junk_unit_strides = i == 1;
+       c.misalign = i == 0 ? 0 : 1 + static_cast<int>(c.seed % 63);
+     }},
+    {"data plain special ties", [](Case& c, int i) { c.values = static_cast<Values>(i); }},
+    {"num_threads none 1 2", [](Case&, int) {}},
+    {"shape_of_scale_k heads_dim flat per_head one scalar", set_scale_shape<0>},
+    {"shape_of_scale_v heads_dim flat per_head one scalar", set_scale_shape<1>},
+    {"shape_of_offset_k heads_dim flat per_head one scalar", set_scale_shape<2>},
+    {"shape_of_offset_v heads_dim flat per_head one scalar", set_scale_shape<3>},
+    {"page_rows 1 2 3 4 5 16", [](Case& c, int i) { c.page_rows = kPageRows[i]; }},
+    {"position_type int32 int64", [](Case& c, int i) { c.position = i == 0 ? DType::int32 : DType::int64; }},
+    {"sources packed three", [](Case& c, int i) { c.packed = i == 0; }},
+    {"uneven no yes", [](Case& c, int i) { c.uneven = i == 1; }},
+};
+
+// The rows of the grid, numbered by their seeds; each is a call for every pair of types.
+std::vector<Case> read_grid() {
+  std::ifstream file(KVQUANT_GRID_FILE);
+  std::string line;
+  std::getline(file, line);  // who made it
+  for (const Column& column : kColumns) {
+    std::getline(file, line);
+    REQUIRE(line == column.text);
+  }
+  std::size_t count = 0;
+  REQUIRE(static_cast<bool>(file >> line >> count));
+  std::vector<Case> rows;
+  std::int64_t tokens = 0;
+  for (Case c; file >> c.dim >> tokens >> c.sequence >> line;) {
+    REQUIRE(line.size() == std::size(kColumns));
+    c.seed = rows.size();
+    c.batch = c.sequence == 0 ? 2 : tokens / c.sequence;
+    REQUIRE(c.batch * c.sequence == tokens);
+    for (std::size_t i = 0; i < line.size(); ++i) kColumns[i].set(c, line[i] - '0');
+    rows.push_back(c);
+  }
+  REQUIRE(rows.size() == count);
+  return rows;
+}
 
 }  // namespace
 
 TEST_CASE("operator: every target equals the oracle on the grid") {
   const char* text = std::getenv("KVQUANT_TEST_EVERY");  // take every n-th case only (slow emulators)
   const int every = text != nullptr ? std::max(1, std::atoi(text)) : 1;
+  const std::vector<Case> rows = read_grid();
+  const std::vector<int> targets = available_targets();
+  std::vector<std::uint64_t> before;
+  for (int target : targets) before.push_back(compared_calls(target));
   int number = 0, run = 0, failed = 0;
-  for (Pair pair : kPairs) {
-    Coverage coverage;
-    for (std::int64_t dim : kDims)
-      for (std::int64_t tokens : kTokens)
-        for (int layout = 0; layout < kCacheLayouts; ++layout) {
-          const Case c = draw(pair, dim, tokens, static_cast<CacheLayout>(layout), static_cast<std::uint64_t>(1000 + number));
-          if (number++ % every != 0) continue;
-          ++run;
-          coverage.add(c);
-          const std::string mismatch = compare(c);
-          if (!mismatch.empty() && ++failed <= 10) FAIL_CHECK(mismatch);
-        }
-    if (every == 1) CHECK(coverage.count() == Coverage::all());
-  }
+  for (Case c : rows)
+    for (Pair pair : kPairs) {
+      if (number++ % every != 0) continue;
+      ++run;
+      c.x = pair.x;
+      c.out = pair.out;
+      const std::string mismatch = compare(c);
+      if (!mismatch.empty() && ++failed <= 10) FAIL_CHECK(mismatch);
+    }
   CHECK(failed == 0);
-  std::printf("operator grid: %d cases, %d failed\n", run, failed);
+  if (every == 1) CHECK(static_cast<std::size_t>(run) == rows.size() * std::size(kPairs));
+  for (std::size_t i = 0; i < targets.size(); ++i)
+    CHECK(compared_calls(targets[i]) - before[i] == static_cast<std::uint64_t>(run));
+  std::printf("operator grid: %d cases on each of %zu targets, %d failed\n", run, targets.size(), failed);
 }
 
 TEST_CASE("operator: any cut of the token range gives the same bytes") {
