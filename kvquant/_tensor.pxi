@@ -93,7 +93,7 @@ cdef object refuse_tensor(Argument argument, given, error):
 cdef int fill_tensor(View* view, object given, Argument argument, bint direct) except -1:
     """The view of one tensor, or TypeError or ValueError; never a copy.
 
-    direct: the call did not come through PyTorch's dispatcher, which would have resolved a lazy negation.
+    direct: the call did not come through PyTorch's dispatcher, which would have resolved a lazy negation (and a zero tensor).
     """
     cdef KvquantDLTensor t
     cdef int64_t item
@@ -117,6 +117,8 @@ cdef int fill_tensor(View* view, object given, Argument argument, bint direct) e
             view.shape[i] = t.shape[i]
             view.strides[i] = t.strides[i] * item
     view.read_only = False
+    if view.data == NULL and given._is_zerotensor():
+        raise ValueError(f"{name_of(argument)}: expected a tensor with memory, got a zero tensor (use clone())")
     if view.dtype == DType.int8 or view.dtype == DType.int32 or view.dtype == DType.int64:
         return 0  # integers have neither gradients nor lazy negation
     if given.requires_grad and grad_enabled():

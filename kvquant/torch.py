@@ -117,6 +117,8 @@ def npu_rope_quant_kvcache(
     input_layout: str = "BSND", kv_output: bool = False, cache_mode: str = "contiguous", numerics: str = "fp32",
 ) -> _Result:  # fmt: skip
     """torch_npu.npu_rope_quant_kvcache on the CPU: x is of the dtype of cos. Otherwise as npu_dequant_rope_quant_kvcache."""
+    if getattr(x, "dtype", None) is torch.int32:  # the op would ask for weight_scale
+        raise TypeError("x: expected the dtype of cos, got int32, which npu_dequant_rope_quant_kvcache takes")
     q, k, v = _op(
         x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k=offset_k, offset_v=offset_v,
         quant_mode=quant_mode, input_layout=input_layout, kv_output=kv_output, cache_mode=cache_mode, numerics=numerics,

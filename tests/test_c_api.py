@@ -217,6 +217,20 @@ def test_errors_in_the_words_of_python(library, plant):
     assert Executor(library, small_call()).run() == OK  # the next call works
 
 
+@pytest.mark.parametrize("name, axis", [("x", 0), ("x", 1), *(("k_cache", axis) for axis in range(4))])
+def test_the_most_negative_length(library, name, axis):
+    class Shaped(np.ndarray):  # NumPy has no arrays of negative lengths
+        @property
+        def shape(self):
+            return (*super().shape[:axis], -(2**63), *super().shape[axis + 1 :])
+
+    arguments = small_call()
+    arguments["out"] = tuple(np.array(array) for array in arguments["out"])
+    arguments[name] = arguments[name].view(Shaped)
+    assert Executor(library, arguments).status == INVALID
+    assert message(library) == f"{name}: axis {axis}: expected at least 0, got {-(2**63)}"
+
+
 @pytest.mark.parametrize("name", INPUTS + OUTPUTS)
 def test_null_data(library, name):
     arguments = small_call()

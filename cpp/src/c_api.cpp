@@ -174,7 +174,6 @@ kvquant_status kvquant_dequant_rope_quant_kvcache_get_workspace_size(
   if (const kvquant_status code = result(make_plan(operands, wanted, plan))) return code;
   plan.options.isa = nullptr;  // the caller's string; the target is chosen
   const std::uint64_t bytes = workspace_bytes(plan, plan.batch, plan.sequence);
-  if (!bytes) return result(detail::fault(Code::too_large, Argument::x));
   void* const memory = std::malloc(sizeof(kvquant_executor));
   if (!memory) return fail(KVQUANT_ERR_PARAM_INVALID, "executor: out of memory");
   *executor = new (memory) kvquant_executor{plan};

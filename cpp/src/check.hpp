@@ -52,6 +52,18 @@ inline Status fault(Code code, Argument argument, std::int64_t got = 0, std::int
   return status;
 }
 
+constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;
+
+// B*S, or what is wrong with it; `source` is x or q_source, whose first axes they are.
+inline Status count_tokens(Argument source, std::int64_t batch, std::int64_t sequence, std::int64_t& tokens) {
+  if (batch < 0) return fault(Code::too_few, source, batch, 0, 0);
+  if (sequence < 0) return fault(Code::too_few, source, sequence, 0, 1);
+  if (!__builtin_mul_overflow(batch, sequence, &tokens) && tokens <= kMaxTokens) return {};
+  if (batch > kMaxTokens) return fault(Code::too_large, source, batch, kMaxTokens, 0);
+  if (sequence > kMaxTokens) return fault(Code::too_large, source, sequence, kMaxTokens, 1);
+  return fault(Code::too_large, source, tokens, kMaxTokens);
+}
+
 // The extent of an operand's elements. False if an axis spans more than 2^58 bytes.
 bool extent_of(const View& view, Interval& extent) noexcept;
 

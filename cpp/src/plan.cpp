@@ -40,12 +40,20 @@ class Planner {
     if (view.ndim != ndim) return fault(Code::ndim, argument, view.ndim, ndim);
     bool empty = false;  // then its strides mean nothing
     for (int i = 0; i < ndim; ++i) {
-      if (expected[i] >= 0 ? view.shape[i] != expected[i] : view.shape[i] < 0)
-        return fault(Code::shape, argument, view.shape[i], expected[i] < 0 ? 0 : expected[i], i);
+      if (expected[i] < 0 && view.shape[i] < 0) return fault(Code::too_few, argument, view.shape[i], 0, i);
+      if (expected[i] >= 0 && view.shape[i] != expected[i]) return fault(Code::shape, argument, view.shape[i], expected[i], i);
       empty |= view.shape[i] == 0;
     }
     if (layout == Layout::unit_stride && !empty && view.shape[ndim - 1] > 1 && view.strides[ndim - 1] != item_size(view.dtype))
       return fault(Code::unit_stride, argument, view.strides[ndim - 1], item_size(view.dtype), ndim - 1);
+    return {};
+  }
+  // Heads times D, with heads on this axis and D on the next.
+  static Status check_width(Argument argument, const View& view, int axis, std::int64_t dim) {
+    const std::int64_t heads = view.shape[axis];
+    if (heads < 0) return fault(Code::too_few, argument, heads, 0, axis);
+    if (dim > kMostColumns) return fault(Code::too_large, argument, dim, kMostColumns, axis + 1);
+    if (heads > kMostColumns / dim) return fault(Code::too_large, argument, heads, kMostColumns / dim, axis);
     return {};
   }
   // [B,S,tail...] or, for two-dimensional x, [B,tail...].
@@ -95,10 +103,7 @@ Status Planner::check_caches() {
   plan_.dim = k.shape[3];
   if (plan_.heads_kv == 0) return fault(Code::heads, Argument::k_cache, 0);
   if (plan_.dim == 0 || plan_.dim % 2) return fault(Code::head_dim, Argument::k_cache, plan_.dim);
-  std::int64_t columns = 0;
-  if (__builtin_mul_overflow(plan_.heads_kv, plan_.dim, &columns) || columns > kMostColumns)
-    return fault(Code::too_large, Argument::k_cache);
-  return {};
+  return check_width(Argument::k_cache, k, 2, plan_.dim);
 }
 
 // x, or the three sources: sets B, S, Nq and the streams' strides.
@@ -117,15 +122,15 @@ Status Planner::check_source() {
   plan_.batch = first.shape[0];
   plan_.sequence = plan_.three_d ? first.shape[1] : 1;
   std::int64_t tokens = 0;
-  if (plan_.batch < 0 || plan_.sequence < 0) return fault(Code::shape, leading, -1, 0, plan_.batch < 0 ? 0 : 1);
-  if (__builtin_mul_overflow(plan_.batch, plan_.sequence, &tokens)) return fault(Code::too_large, leading);
+  if (Status s = count_tokens(leading, plan_.batch, plan_.sequence, tokens)) return s;
 
   const std::int64_t columns_kv = plan_.heads_kv * plan_.dim;
   if (plan_.packed) {
     const std::int64_t* splits = plan_.operands.size_splits;
     for (int i = 1; i < 3; ++i)
       if (splits[i] != columns_kv) return fault(Code::shape, Argument::size_splits, splits[i], columns_kv, -1, i);
-    if (splits[0] < 0 || splits[0] > kMostColumns) return fault(Code::shape, Argument::size_splits, splits[0], 0, -1, 0);
+    if (splits[0] < 0) return fault(Code::too_few, Argument::size_splits, splits[0], 0, -1, 0);
+    if (splits[0] > kMostColumns) return fault(Code::too_large, Argument::size_splits, splits[0], kMostColumns, -1, 0);
     if (splits[0] % plan_.dim)
       return fault(Code::shape, Argument::size_splits, splits[0], splits[0] / plan_.dim * plan_.dim, -1, 0);
     plan_.heads_q = splits[0] / plan_.dim;
@@ -135,9 +140,7 @@ Status Planner::check_source() {
       return s;
   } else {
     plan_.heads_q = first.shape[plan_.three_d ? 2 : 1];
-    std::int64_t columns_q = 0;
-    if (__builtin_mul_overflow(plan_.heads_q, plan_.dim, &columns_q) || columns_q > kMostColumns)
-      return fault(Code::too_large, leading);
+    if (Status s = check_width(leading, first, plan_.three_d ? 2 : 1, plan_.dim)) return s;
     for (int i = 0; i < 3; ++i) {
       if (Status s = check_dtype(arguments[i], at(arguments[i]), set_of(first.dtype))) return s;
       if (Status s = check_tokens(arguments[i], i == 0 ? plan_.heads_q : plan_.heads_kv, plan_.dim)) return s;

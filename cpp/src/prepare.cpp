@@ -18,7 +18,6 @@ constexpr std::int64_t kReciprocalTokens = 4;
 // outputs where x and they exceed the second-level cache, so that they would be written back anyway. Not where kernels block
 // tokens: four tokens write to eight lines in turn, which leave their buffers half filled (W3 6.7 -> 14.7 ms).
 constexpr std::int64_t kStreamRowBytes = 16384, kStreamOutBytes = std::int64_t{2} << 20;
-constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;
 
 // Byte offsets of the workspace's pieces.
 struct Layout {
@@ -366,8 +365,7 @@ Status prepare(const Plan& plan, const Call& call, void* workspace, std::size_t 
   prepared.tokens = 0;  // until all is checked: run does nothing
   const Argument source = plan.packed ? Argument::x : Argument::q_source;
   std::int64_t tokens = 0;
-  if (call.batch < 0 || call.sequence < 0 || __builtin_mul_overflow(call.batch, call.sequence, &tokens) || tokens > detail::kMaxTokens)
-    return fault(Code::too_large, source);
+  if (Status s = detail::count_tokens(source, call.batch, call.sequence, tokens)) return s;
   if (!plan.three_d && call.sequence != 1) return fault(Code::shape, source, call.sequence, 1, 1);
   const View& cache = plan.operands[Argument::k_cache];
   if (plan.options.cache_mode == CacheMode::contiguous && call.batch > cache.shape[0])

@@ -141,14 +141,30 @@ std::vector<Fault> faults() {
     for (std::int64_t n : {0, 1, 5, 7, 127, 129, -1}) add("length", Base::page, shape(arg, 0, n), {Code::shape}, {arg});
   add("length", Base::contiguous, shape(A::indices, 0, 6), {Code::shape}, {A::indices});
   add("width (F24)", Base::page, shape(A::x, 2, 127), {Code::shape}, {A::x, A::size_splits});
-  add("negative batch", Base::page, shape(A::x, 0, -1), {Code::shape}, {A::x});
-  add("negative sequence", Base::page, shape(A::x, 1, -2), {Code::shape}, {A::x});
+  for (int axis = 0; axis < 2; ++axis) {
+    for (std::int64_t n : {std::int64_t{-2}, INT64_MIN}) {
+      add("negative B or S", Base::page, shape(A::x, axis, n), {Code::too_few}, {A::x});
+      add("negative B or S", Base::sources, shape(A::q_source, axis, n), {Code::too_few}, {A::q_source});
+    }
+    for (std::int64_t n : {std::int64_t{1} << 30, std::int64_t{1} << 31, INT64_MAX})  // times the other axis
+      add("more than 2^30 tokens", Base::page, shape(A::x, axis, n), {Code::too_large}, {A::x});
+  }
+  for (std::int64_t n : {std::int64_t{-1}, INT64_MIN}) add("negative Nq", Base::sources, shape(A::q_source, 2, n), {Code::too_few}, {A::q_source});
+  add("Nq*D beyond 2^40", Base::sources, shape(A::q_source, 2, INT64_MAX), {Code::too_large}, {A::q_source});
+  for (std::int64_t n : {(std::int64_t{1} << 40) + 16, INT64_MAX})
+    add("Nq*D beyond 2^40", Base::page, [=](Call& c) { c.a.size_splits[0] = n; }, {Code::too_large}, {A::size_splits}, 0);
+  for (int axis = 2; axis < 4; ++axis)
+    add("Nkv*D beyond 2^40", Base::page, all({shape(A::k_cache, axis, INT64_MAX - 1), shape(A::v_cache, axis, INT64_MAX - 1)}),
+        {Code::too_large}, {A::k_cache});
   for (int axis = 0; axis < 4; ++axis)
     add("caches differ", Base::page, shape(A::v_cache, axis, 1), {Code::shape}, {A::v_cache, A::k_cache});
-  add("negative blocks", Base::page, all({shape(A::k_cache, 0, -1), shape(A::v_cache, 0, -1)}), {Code::shape}, {A::k_cache});
+  for (int axis = 0; axis < 4; ++axis)
+    for (std::int64_t n : {std::int64_t{-1}, INT64_MIN})
+      add("negative axis of the caches", Base::page, all({shape(A::k_cache, axis, n), shape(A::v_cache, axis, n)}), {Code::too_few}, {A::k_cache});
   for (std::int64_t n : {0, -64, 16, 63, 128})
     for (int i = 0; i < 3; ++i)
-      add("size_splits", Base::page, [=](Call& c) { c.a.size_splits[i] = n; }, {Code::shape}, {A::size_splits, A::x});
+      add("size_splits", Base::page, [=](Call& c) { c.a.size_splits[i] = n; }, {i == 0 && n < 0 ? Code::too_few : Code::shape},
+          {A::size_splits, A::x});
   add("fewer blocks than batches", Base::contiguous, all({shape(A::k_cache, 0, 1), shape(A::v_cache, 0, 1)}),
       {Code::too_few, Code::shape}, {A::k_cache});
 
@@ -230,7 +246,7 @@ std::vector<Fault> faults() {
     for (std::int32_t n : {-1, 1, 3, 4, 5}) add("table ndim", Base::tables, ndim(arg, n), {Code::ndim}, {arg});
     for (std::int64_t n : {std::int64_t{0}, std::int64_t{4}, std::int64_t{7}, std::int64_t{15}, std::int64_t{32}, INT64_MAX})
       add("table width", Base::tables, shape(arg, 1, n), {Code::table_shape}, {arg});
-    add("table width", Base::tables, shape(arg, 1, -8), {Code::shape}, {arg});
+    add("table width", Base::tables, shape(arg, 1, -8), {Code::too_few}, {arg});
     add("unit stride", Base::tables, stride(arg, 1, 4), {Code::unit_stride}, {arg});
   }
   add("tables differ", Base::tables, shape(A::sin, 1, 16), {Code::shape}, {A::sin});
@@ -262,6 +278,16 @@ std::string text_of(const Status& status) {
   return std::string(text, length);
 }
 
+// What a message calls got is the value that was given, and what it calls expected is not met by it.
+void check_numbers(const Status& status, const Operands& a) {
+  const bool few = status.code == Code::too_few, large = status.code == Code::too_large && status.expected != 0;
+  if (status.code != Code::shape && !few && !large) return;
+  CHECK((few ? status.got < status.expected : large ? status.got > status.expected : status.got != status.expected));
+  if (status.argument == Argument::size_splits) CHECK(status.got == a.size_splits[status.position]);
+  else if (status.axis >= 0) CHECK(status.got == a[status.argument].shape[status.axis]);
+  else CHECK(status.got == a[status.argument].shape[0] * a[status.argument].shape[1]);
+}
+
 void check_fault(const Fault& fault, const char* isa) {
   Call call;
   make(fault.base, call);
@@ -279,6 +305,7 @@ void check_fault(const Fault& fault, const char* isa) {
   CHECK(std::count(fault.codes.begin(), fault.codes.end(), status.code) == 1);
   CHECK(std::count(fault.arguments.begin(), fault.arguments.end(), status.argument) == 1);
   if (fault.position >= 0) CHECK(status.position == fault.position);
+  check_numbers(status, call.a);
   CHECK(violation == "");
   CHECK(call.arena.difference(before) == "");
   CHECK(text.find(kvquant::name(status.argument)) != std::string::npos);

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <cstring>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -308,6 +309,25 @@ TEST_CASE("messages: one line, terminated, cut at capacity, for every code and a
         }
         (void)kvquant::message(status, nullptr, 0);
       }
+}
+
+TEST_CASE("messages: the numbers of lengths that are too large or negative") {
+  const auto text_after = [](const std::function<void(Operands&)>& change) {
+    Built built(vendor_case());
+    change(built.a);
+    char text[256];
+    kvquant::message(built.run(), text, sizeof text);
+    return std::string(text);
+  };
+  CHECK(text_after([](Operands& a) { a.size_splits[0] = INT64_MAX; }) ==
+        "size_splits[0]: expected at most 1099511627776, got 9223372036854775807");
+  CHECK(text_after([](Operands& a) { a.size_splits[0] = -16; }) == "size_splits[0]: expected at least 0, got -16");
+  CHECK(text_after([](Operands& a) { a[Argument::x].shape[0] = 1 << 29; }) ==
+        "x: expected at most 1073741824 tokens (B*S), got 1610612736");
+  CHECK(text_after([](Operands& a) { a[Argument::x].shape[1] = INT64_MAX; }) ==
+        "x: axis 1: expected at most 1073741824, got 9223372036854775807");
+  CHECK(text_after([](Operands& a) { a[Argument::x].shape[0] = INT64_MIN; }) ==
+        "x: axis 0: expected at least 0, got -9223372036854775808");
 }
 
 TEST_CASE("good input is not refused") {
