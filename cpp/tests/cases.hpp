@@ -91,7 +91,5 @@ const char* name_of(kvquant::DType dtype);
 std::string compare(Arena& arena, const kvquant::Operands& operands, kvquant::Options options, std::uint64_t seed,
                     bool all_cuts = false);
 std::string compare(const Case& c, bool all_cuts = false);  // build + compare, the case described in a mismatch
-// How many calls on a target were compared and equal.
-std::uint64_t compared_calls(int target);
 
 }  // namespace kvtest

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cases.hpp"
+#include "compared.hpp"
 #include "oracle.hpp"
 
 namespace kvtest {
@@ -36,8 +37,6 @@ void run_cut(const Plan& plan, const Prepared& prepared, Cut cut, std::uint64_t 
     for (std::int64_t t : order) kvquant::run(plan, prepared, t, t + 1);
   }
 }
-
-std::vector<std::uint64_t> compared(16);  // by target
 
 }  // namespace
 
@@ -90,8 +89,6 @@ int target_index(const char* name) {
   return -1;
 }
 
-std::uint64_t compared_calls(int target) { return compared.at(static_cast<std::size_t>(target)); }
-
 std::string compare(Arena& arena, const Operands& operands, Options options, std::uint64_t seed, bool all_cuts) {
   const std::vector<unsigned char> before = arena.snapshot();
   oracle::dequant_rope_quant_kvcache(operands, options);
@@ -114,7 +111,7 @@ std::string compare(Arena& arena, const Operands& operands, Options options, std
       if (violation.empty() && kvquant::target_rows(target) - rows_before != rows)
         violation = "target_rows() rose by " + std::to_string(kvquant::target_rows(target) - rows_before) + ", expected " + std::to_string(rows);
       if (!violation.empty()) return std::string(options.isa) + ", cut " + std::to_string(cut) + ": " + violation;
-      ++compared.at(static_cast<std::size_t>(target));
+      ++compared[target];
     }
   return {};
 }
