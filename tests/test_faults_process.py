@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from calls import call, refused, rows, tokens_of_codes
 from cases import Case, build, difference, narrow
-from test_numbers import FloatState
-from test_threads import run_program
+from test_threads import check_subnormals_under_flush, run_program
 
 HERE = Path(__file__).parent
 SITE = Path(kvquant.__file__).parents[1]
@@ -136,18 +135,7 @@ def test_fault_F57_subnormals_on_every_thread(pair, isa):
         arguments["x"] = np.ones((64, 102), np.int32)
     else:
         arguments["x"] = narrow(np.full((64, 102), tiny), pair[0])
-    state = FloatState()
-    for flush in (0, 3, 0):
-        for num_threads in (1, 8):
-            arguments["k_cache"][...] = arguments["v_cache"][...] = 77
-            before = state.set(0, flush, False)
-            try:
-                kvquant.dequant_rope_quant_kvcache(**arguments, isa=isa, num_threads=num_threads)
-                after = state.read()
-            finally:
-                state.restore()
-            assert after == before
-            assert (arguments["k_cache"] == 1).all() and (arguments["v_cache"] == 1).all(), (flush, num_threads)
+    check_subnormals_under_flush(isa, arguments)
 
 
 # Threads -------------------------------------------------------------------------------------------------------------

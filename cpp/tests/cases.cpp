@@ -43,6 +43,29 @@ std::string describe(const Case& c) {
   return s + " seed=" + number(c.seed);
 }
 
+void draw_choices(Case& c, Random& random) {
+  c.packed = random.chance(60);
+  c.page_rows = random.pick({1, 3, 4, 16});
+  c.mode = random.chance(60) ? CacheMode::page : CacheMode::contiguous;
+  c.numerics = random.chance(40) ? kvquant::Numerics::ascend : kvquant::Numerics::fp32;
+  c.kv_output = random.chance(50);
+  c.padding = random.chance(40);
+  c.duplicates = random.chance(40);
+  c.bias = random.pick(kBiases);
+  c.index = random.chance(50) ? DType::int32 : DType::int64;
+  c.activation_scale = random.chance(50);
+  c.offset_k = random.chance(50);
+  c.offset_v = random.chance(50);
+  for (ScaleShape& shape : c.scale_shape) shape = static_cast<ScaleShape>(random.below(kScaleShapes));
+  c.input_layout = static_cast<InputLayout>(random.below(kInputLayouts));
+  c.output_layout = static_cast<OutputLayout>(random.below(kOutputLayouts));
+  c.strided_vectors = random.chance(40);
+  c.junk_unit_strides = random.chance(30);
+  c.uneven = random.chance(60);
+  c.tables = random.pick({Case::Tables::per_token, Case::Tables::full, Case::Tables::half});
+  c.position = random.chance(50) ? DType::int32 : DType::int64;
+}
+
 namespace {
 
 // Builds the operands of one case. Every operand gets its own block, except that interleaved views share one.

@@ -42,6 +42,15 @@ constexpr int kOutputLayouts = 4;
 enum class ScaleShape { heads_dim, flat, heads_one, one, scalar };
 constexpr int kScaleShapes = 5;
 
+struct Pair {
+  kvquant::DType x, out;
+};
+constexpr Pair kPairs[] = {{kvquant::DType::int32, kvquant::DType::float16},     {kvquant::DType::int32, kvquant::DType::bfloat16},
+                           {kvquant::DType::int32, kvquant::DType::float32},     {kvquant::DType::float16, kvquant::DType::float16},
+                           {kvquant::DType::bfloat16, kvquant::DType::bfloat16}, {kvquant::DType::float32, kvquant::DType::float32}};
+constexpr kvquant::DType kBiases[] = {kvquant::DType::none, kvquant::DType::int32, kvquant::DType::float32, kvquant::DType::float16,
+                                      kvquant::DType::bfloat16};
+
 struct Case {
   kvquant::DType x = kvquant::DType::int32, out = kvquant::DType::float16;
   bool three_d = true, packed = true;
@@ -69,8 +78,20 @@ struct Case {
 
 std::string describe(const Case& c);
 
+// Draws all choices but types, sizes, the cache's layout, placement and values.
+void draw_choices(Case& c, Random& random);
+
 // Allocates and fills all operands of `c` in `arena`.
 void build(const Case& c, Arena& arena, kvquant::Operands& operands, kvquant::Options& options);
+
+// A case with memory of its own.
+struct Setup {
+  Arena arena;
+  kvquant::Operands a;
+  kvquant::Options options;
+  Setup() = default;
+  explicit Setup(const Case& c) { build(c, arena, a, options); }
+};
 
 // How run is called: one range, three ranges, or token by token in shuffled order.
 enum class Cut { whole, three, singles };

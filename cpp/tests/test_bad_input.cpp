@@ -100,10 +100,8 @@ TEST_CASE("bad input: metadata") {
   std::map<int, int> codes;
   int compared = 0;
   for (int i = 0; i < 6000; ++i) {
-    Arena arena;
-    Operands operands;
-    Options options;
-    build(draw_case(random), arena, operands, options);
+    Setup setup(draw_case(random));
+    auto& [arena, operands, options] = setup;
     const auto before = arena.snapshot();
     for (std::int64_t n = random.below(3); n >= 0; --n) spoil_metadata(operands, options, random);
     kvquant::Plan plan;
@@ -135,10 +133,8 @@ TEST_CASE("bad input: data") {
   Random random(77);
   std::map<int, int> codes;
   for (int i = 0; i < 6000; ++i) {
-    Arena arena;
-    Operands operands;
-    Options options;
-    build(draw_case(random), arena, operands, options);
+    Setup setup(draw_case(random));
+    auto& [arena, operands, options] = setup;
     options.isa = kvquant::target_name(random.pick({0, kvquant::target_count() - 1}));
     if (kvquant::target_missing(0)) options.isa = nullptr;
     for (std::int64_t n = random.below(3); n >= 0; --n) spoil_values(operands, random);

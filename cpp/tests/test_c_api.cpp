@@ -81,10 +81,8 @@ TEST_CASE("c: the bytes of the oracle for every dtype, mode and layout, in one p
                                      : Case::Tables::half;
         c.position = layout % 2 ? DType::int32 : DType::int64;
         c.seed = ++seed;
-        Arena arena;
-        Operands operands;
-        Options options;
-        build(c, arena, operands, options);
+        Setup setup(c);
+        auto& [arena, operands, options] = setup;
         CCall call;
         if (!convert(operands, options, call)) continue;
         const auto before = arena.snapshot();
@@ -153,10 +151,8 @@ TEST_CASE("c: one executor, changed data, pointers, B and S") {
 }
 
 TEST_CASE("c: null pointers") {
-  Arena arena;
-  Operands operands;
-  Options options;
-  build(full_case(), arena, operands, options);
+  Setup setup(full_case());
+  auto& [arena, operands, options] = setup;
   CCall call;
   REQUIRE(convert(operands, options, call));
   const auto before = arena.snapshot();
@@ -208,14 +204,11 @@ TEST_CASE("c: null pointers") {
 }
 
 TEST_CASE("c: invalid arguments that only C has") {
-  Arena arena;
-  Operands operands;
-  Options options;
-  build(full_case(), arena, operands, options);
-  const auto before = arena.snapshot();
+  Setup setup(full_case());
+  const auto before = setup.arena.snapshot();
   const auto refused = [&](const std::function<void(CCall&)>& plant, const char* text) {
     CCall call;
-    REQUIRE(convert(operands, options, call));
+    REQUIRE(convert(setup.a, setup.options, call));
     plant(call);
     CHECK(call.plan() == KVQUANT_ERR_PARAM_INVALID);
     CHECK(last_message() == text);
@@ -232,7 +225,7 @@ TEST_CASE("c: invalid arguments that only C has") {
   refused([](CCall& c) { c.tensors[0].strides[0] = INT64_MAX / 2; }, "x: its extent in bytes is too large");
 
   CCall call;
-  REQUIRE(convert(operands, options, call));
+  REQUIRE(convert(setup.a, setup.options, call));
   REQUIRE(call.plan() == KVQUANT_OK);
   call.data.size = 24;
   CHECK(call.run() == KVQUANT_ERR_PARAM_INVALID);
@@ -243,16 +236,14 @@ TEST_CASE("c: invalid arguments that only C has") {
   CHECK(kvquant_prepare(memory + 8, call.workspace_size + 64, call.executor, &call.data) == KVQUANT_ERR_PARAM_INVALID);
   CHECK(kvquant_prepare(memory, 0, call.executor, &call.data) == KVQUANT_ERR_PARAM_INVALID);
   for (unsigned char byte : call.storage) REQUIRE(byte == 0xA5);
-  CHECK(arena.difference(before) == "");
+  CHECK(setup.arena.difference(before) == "");
 }
 
 TEST_CASE("c: positions come with the options, their pointer with the data") {
   Case c = full_case();
   c.tables = Case::Tables::half;
-  Arena arena;
-  Operands operands;
-  Options options;
-  build(c, arena, operands, options);
+  Setup setup(c);
+  auto& [arena, operands, options] = setup;
   CCall call;
   REQUIRE(convert(operands, options, call));
   REQUIRE(call.plan() == KVQUANT_OK);
@@ -266,10 +257,8 @@ TEST_CASE("c: positions come with the options, their pointer with the data") {
 }
 
 TEST_CASE("c: structures of a newer program") {
-  Arena arena;
-  Operands operands;
-  Options options;
-  build(full_case(), arena, operands, options);
+  Setup setup(full_case());
+  auto& [arena, operands, options] = setup;
   CCall call;
   REQUIRE(convert(operands, options, call));
   struct {
@@ -286,10 +275,8 @@ TEST_CASE("c: structures of a newer program") {
 }
 
 TEST_CASE("c: a message per thread, and no allocation in the second phase") {
-  Arena arena;
-  Operands operands;
-  Options options;
-  build(full_case(), arena, operands, options);
+  Setup setup(full_case());
+  auto& [arena, operands, options] = setup;
   CCall call;
   REQUIRE(convert(operands, options, call));
   REQUIRE(call.plan() == KVQUANT_OK);

@@ -20,11 +20,7 @@ using kvquant::View;
 namespace {
 
 // One token with cos = 1, sin = 0, scales 1 and kv_output; the test then overwrites what it is about.
-struct Small {
-  Arena arena;
-  Operands a;
-  Options options;
-
+struct Small : Setup {
   Small(DType x, DType out, std::int64_t heads_q, std::int64_t heads_kv, std::int64_t dim) {
     Case c;
     c.x = x;
@@ -268,10 +264,8 @@ TEST_CASE("contract I2: the last duplicate wins; I3: padding is rotated but not 
   c.dim = 2;
   c.page_rows = 2;
   c.kv_output = true;
-  Arena arena;
-  Operands a;
-  Options options;
-  build(c, arena, a, options);
+  Setup setup(c);
+  auto& [arena, a, options] = setup;
   fill(a[Argument::cos], 1);
   fill(a[Argument::sin], 0);
   fill(a[Argument::scale_k], 1);

@@ -25,11 +25,7 @@ constexpr std::uint32_t kBatch = 65536;
 constexpr DType kOutputs[3] = {DType::float16, DType::bfloat16, DType::float32};
 
 // One token whose K and V are `kBatch` columns, cos = 1, sin = 0, kv_output.
-struct Wide {
-  Arena arena;
-  Operands a;
-  Options options;
-
+struct Wide : Setup {
   Wide(DType x, DType out, DType bias) {
     Case c;
     c.x = x;
@@ -121,10 +117,8 @@ TEST_CASE("conversions: all 65536 float16 and bfloat16 values of x, cos and sin,
       c.batch = 16;
       c.sequence = 8;
       c.dim = kDim;
-      Arena arena;
-      Operands a;
-      Options options;
-      build(c, arena, a, options);
+      Setup setup(c);
+      auto& [arena, a, options] = setup;
       fill(a[Argument::cos], argument == Argument::x ? 1 : 0);
       fill(a[Argument::sin], 0);
       if (argument != Argument::x) fill(a[Argument::x], 1);

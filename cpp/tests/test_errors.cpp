@@ -23,11 +23,7 @@ using kvquant::View;
 
 namespace {
 
-struct Call {
-  Arena arena;
-  Operands a;
-  Options o;
-};
+using Call = Setup;
 using Plant = std::function<void(Call&)>;
 
 enum class Base { page, contiguous, sources, floats, tables };
@@ -45,7 +41,7 @@ void make(Base base, Call& call) {
   c.packed = base != Base::sources;
   if (base == Base::floats) c.x = c.out = DType::float32;
   if (base == Base::tables) c.tables = Case::Tables::half, c.position = DType::int64;
-  build(c, call.arena, call.a, call.o);
+  build(c, call.arena, call.a, call.options);
   if (base != Base::contiguous)
     for (int t = 0; t < 6; ++t) put_bits(element(call.a[Argument::indices], t), DType::int32, static_cast<std::uint64_t>(t));
 }
@@ -223,7 +219,7 @@ std::vector<Fault> faults() {
                                std::int64_t{1} << 62})
       add("int64 index", Base::page, wide_index(i, value), {Code::index}, {A::indices}, i);
     for (std::int64_t value : {std::int64_t{-2}, INT64_MIN})
-      add("index with padding", Base::page, all({wide_index(i, value), [](Call& c) { c.o.skip_padding = c.o.allow_duplicates = true; }}),
+      add("index with padding", Base::page, all({wide_index(i, value), [](Call& c) { c.options.skip_padding = c.options.allow_duplicates = true; }}),
           {Code::index}, {A::indices}, i);
   }
   for (std::int64_t value : {-1, -2, 100, INT32_MIN, INT32_MAX})
@@ -234,7 +230,7 @@ std::vector<Fault> faults() {
   add("no blocks (F15)", Base::page, all({shape(A::k_cache, 0, 0), shape(A::v_cache, 0, 0)}), {Code::too_few}, {A::k_cache});
   add("no rows (F15)", Base::page, all({shape(A::k_cache, 1, 0), shape(A::v_cache, 1, 0)}), {Code::too_few}, {A::k_cache});
   add("duplicate", Base::page, wide_index(5, 2), {Code::duplicate}, {A::indices}, 5);
-  add("duplicate beside padding", Base::page, all({wide_index(5, 0), [](Call& c) { c.o.skip_padding = true; }}), {Code::duplicate}, {A::indices}, 5);
+  add("duplicate beside padding", Base::page, all({wide_index(5, 0), [](Call& c) { c.options.skip_padding = true; }}), {Code::duplicate}, {A::indices}, 5);
 
   // I10: tables of at most 9 rows of D/2 = 8 columns, int64 positions.
   add("null", Base::tables, null(A::positions), {Code::missing}, {A::positions});
@@ -261,14 +257,14 @@ std::vector<Fault> faults() {
   add("no table rows", Base::tables, all({shape(A::cos, 0, 0), shape(A::sin, 0, 0)}), {Code::index}, {A::positions}, 0);
   for (A arg : {A::cos, A::sin, A::positions}) add("an input inside q", Base::tables, alias(arg, A::q), {Code::overlap}, {A::q});
 
-  add("cache_mode", Base::page, [](Call& c) { c.o.cache_mode = static_cast<CacheMode>(2); }, {Code::option}, {A::cache_mode});
-  add("numerics", Base::page, [](Call& c) { c.o.numerics = static_cast<kvquant::Numerics>(-1); }, {Code::option}, {A::numerics});
-  add("k without kv_output", Base::page, [](Call& c) { c.o.kv_output = false; }, {Code::unexpected}, {A::k});
+  add("cache_mode", Base::page, [](Call& c) { c.options.cache_mode = static_cast<CacheMode>(2); }, {Code::option}, {A::cache_mode});
+  add("numerics", Base::page, [](Call& c) { c.options.numerics = static_cast<kvquant::Numerics>(-1); }, {Code::option}, {A::numerics});
+  add("k without kv_output", Base::page, [](Call& c) { c.options.kv_output = false; }, {Code::unexpected}, {A::k});
   for (const char* name : {"no_such_isa", "avx", "AVX2 ", "scalar,"})
-    add("isa", Base::page, [=](Call& c) { c.o.isa = name; }, {Code::isa_unknown}, {A::isa});
+    add("isa", Base::page, [=](Call& c) { c.options.isa = name; }, {Code::isa_unknown}, {A::isa});
   for (int i = 0; i < kvquant::target_count(); ++i)
     if (kvquant::target_missing(i) != nullptr)
-      add("isa", Base::page, [=](Call& c) { c.o.isa = kvquant::target_name(i); }, {Code::isa_unavailable}, {A::isa});
+      add("isa", Base::page, [=](Call& c) { c.options.isa = kvquant::target_name(i); }, {Code::isa_unavailable}, {A::isa});
   return list;
 }
 
@@ -291,14 +287,14 @@ void check_numbers(const Status& status, const Operands& a) {
 void check_fault(const Fault& fault, const char* isa) {
   Call call;
   make(fault.base, call);
-  call.o.isa = isa;
+  call.options.isa = isa;
   const Operands good = call.a;
-  const Options good_options = call.o;
+  const Options good_options = call.options;
   const auto good_bytes = call.arena.snapshot();
   fault.plant(call);
   const auto before = call.arena.snapshot();
   std::string violation;
-  const Status status = execute(call.a, call.o, Cut::whole, 0, violation);
+  const Status status = execute(call.a, call.options, Cut::whole, 0, violation);
   const std::string text = text_of(status);
   INFO(fault.name << ", argument " << kvquant::name(fault.arguments[0]) << ", isa " << isa << ": code "
                   << static_cast<int>(status.code) << ", \"" << text << "\"");

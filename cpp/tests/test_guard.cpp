@@ -8,17 +8,8 @@
 #include "cases.hpp"
 
 using namespace kvtest;
-using kvquant::CacheMode;
-using kvquant::DType;
-using kvquant::Numerics;
 
 TEST_CASE("guard pages: nothing is read or written beyond an operand's ends") {
-  struct Pair {
-    DType x, out;
-  };
-  constexpr Pair kPairs[] = {{DType::int32, DType::float16},   {DType::int32, DType::bfloat16},   {DType::int32, DType::float32},
-                             {DType::float16, DType::float16}, {DType::bfloat16, DType::bfloat16}, {DType::float32, DType::float32}};
-  constexpr DType kBiases[] = {DType::none, DType::int32, DType::float32, DType::float16, DType::bfloat16};
   int cases = 0;
   std::uint64_t seed = 300000;
   for (Pair pair : kPairs)
@@ -36,25 +27,9 @@ TEST_CASE("guard pages: nothing is read or written beyond an operand's ends") {
           // Rows of 3072 columns and more take another path through the kernel.
           c.heads_q = random.chance(15) ? 3072 / dim + 1 : random.below(4);
           c.heads_kv = 1 + random.below(3);
-          c.packed = random.chance(50);
           c.three_d = random.chance(50);
-          c.mode = random.chance(50) ? CacheMode::page : CacheMode::contiguous;
-          c.numerics = random.chance(30) ? Numerics::ascend : Numerics::fp32;
-          c.kv_output = random.chance(60);
-          c.padding = random.chance(20);
-          c.bias = random.pick(kBiases);
-          c.index = random.chance(50) ? DType::int32 : DType::int64;
-          c.activation_scale = random.chance(50);
-          c.offset_k = random.chance(50);
-          c.offset_v = random.chance(50);
-          for (ScaleShape& shape : c.scale_shape) shape = static_cast<ScaleShape>(random.below(kScaleShapes));
+          draw_choices(c, random);
           c.cache_layout = static_cast<CacheLayout>(random.below(kCacheLayouts));
-          c.input_layout = static_cast<InputLayout>(random.below(kInputLayouts));
-          c.output_layout = static_cast<OutputLayout>(random.below(kOutputLayouts));
-          c.strided_vectors = random.chance(30);
-          c.uneven = random.chance(50);
-          c.tables = random.pick({Case::Tables::per_token, Case::Tables::full, Case::Tables::half});
-          c.position = random.chance(50) ? DType::int32 : DType::int64;
           ++cases;
           const std::string mismatch = compare(c);
           if (!mismatch.empty()) FAIL(mismatch);

@@ -22,12 +22,9 @@ using kvquant::View;
 
 namespace {
 
-struct Built {
-  Arena arena;
-  Operands a;
-  Options o;
-  explicit Built(const Case& c) { build(c, arena, a, o); }
-  Status run() { return execute(a, o); }
+struct Built : Setup {
+  using Setup::Setup;
+  Status run() { return execute(a, options); }
 };
 
 Case vendor_case() {
@@ -46,7 +43,7 @@ Status with_vendor_limits(const Case& c) {
   const auto before = built.arena.snapshot();
   CHECK(built.run().code == Code::ok);
   built.arena.restore(before);
-  built.o.vendor_limits = true;
+  built.options.vendor_limits = true;
   const Status status = built.run();
   if (status) CHECK(built.arena.difference(before) == "");
   return status;
@@ -65,8 +62,8 @@ TEST_CASE("vendor limits: what the vendor's operator accepts is accepted, with t
           c.mode = mode;
           for (ScaleShape& s : c.scale_shape) s = shape;
           Built built(c);
-          built.o.vendor_limits = true;
-          CHECK(compare(built.arena, built.a, built.o, 0) == "");
+          built.options.vendor_limits = true;
+          CHECK(compare(built.arena, built.a, built.options, 0) == "");
         }
 }
 
@@ -169,7 +166,7 @@ TEST_CASE("overflow: shapes and strides near 2^63 are answered, never followed")
       Case c = vendor_case();
       c.packed = packed;
       Built built(c);
-      built.o.vendor_limits = vendor;
+      built.options.vendor_limits = vendor;
       const auto before = built.arena.snapshot();
       for (int i = 0; i < kvquant::kOperandCount; ++i) {
         const View good = built.a.view[i];
@@ -179,7 +176,7 @@ TEST_CASE("overflow: shapes and strides near 2^63 are answered, never followed")
               if (what & 1) built.a.view[i].shape[axis] = n;
               if (what & 2) built.a.view[i].strides[axis] = n;
               kvquant::Plan plan;
-              const Status status = kvquant::make_plan(built.a, built.o, plan);
+              const Status status = kvquant::make_plan(built.a, built.options, plan);
               if (!status) {
                 // A large stride or cache in itself is legal metadata; values must then be refused before they are followed.
                 const std::size_t size = kvquant::workspace_size(plan, plan.batch * plan.sequence);
@@ -212,7 +209,7 @@ TEST_CASE("overflow: batch, heads and splits that agree with each other") {
         c.packed = packed;
         for (int axis = 0; axis < 2; ++axis) {  // B or S of everything
           Built built(c);
-          built.o.vendor_limits = vendor;
+          built.options.vendor_limits = vendor;
           for (Argument a : {Argument::x, Argument::cos, Argument::sin, Argument::q, Argument::k, Argument::v, Argument::q_source,
                              Argument::k_source, Argument::v_source})
             built.a[a].shape[axis] = n;
@@ -221,7 +218,7 @@ TEST_CASE("overflow: batch, heads and splits that agree with each other") {
           CHECK(built.run().code != Code::ok);
         }
         Built built(c);  // Nq
-        built.o.vendor_limits = vendor;
+        built.options.vendor_limits = vendor;
         built.a[Argument::q_source].shape[2] = built.a[Argument::q].shape[2] = n;
         built.a.size_splits[0] = static_cast<std::int64_t>(static_cast<std::uint64_t>(n) * 16u);
         CHECK(built.run().code != Code::ok);
@@ -236,7 +233,7 @@ TEST_CASE("overflow: batch, heads and splits that agree with each other") {
 TEST_CASE("overflow: calls larger than their plan") {
   Built built(vendor_case());
   kvquant::Plan plan;
-  REQUIRE(kvquant::make_plan(built.a, built.o, plan).code == Code::ok);
+  REQUIRE(kvquant::make_plan(built.a, built.options, plan).code == Code::ok);
   alignas(64) static char workspace[65536];
   for (std::int64_t batch : {std::int64_t{-1}, std::int64_t{1} << 29, std::int64_t{1} << 31, std::int64_t{1} << 61, INT64_MAX, INT64_MIN})
     for (std::int64_t sequence : {std::int64_t{3}, std::int64_t{1} << 32, INT64_MAX, std::int64_t{-1}}) {
@@ -254,7 +251,7 @@ TEST_CASE("overflow: calls larger than their plan") {
 TEST_CASE("workspace: too small, absent or misaligned") {
   Built built(vendor_case());
   kvquant::Plan plan;
-  REQUIRE(kvquant::make_plan(built.a, built.o, plan).code == Code::ok);
+  REQUIRE(kvquant::make_plan(built.a, built.options, plan).code == Code::ok);
   const std::size_t size = kvquant::workspace_size(plan, 6);
   REQUIRE(size > 0);
   std::vector<unsigned char> storage(size + 256, 0xA5);
@@ -336,40 +333,40 @@ TEST_CASE("good input is not refused") {
     Built built(c);
     for (Argument a : {Argument::x, Argument::cos, Argument::sin, Argument::indices, Argument::scale_k, Argument::scale_v, Argument::bias})
       built.a[a].read_only = true;
-    CHECK(compare(built.arena, built.a, built.o, 0) == "");
+    CHECK(compare(built.arena, built.a, built.options, 0) == "");
   }
   SUBCASE("all tokens are padding") {
     Built built(c);
-    built.o.skip_padding = true;
+    built.options.skip_padding = true;
     for (char* p : elements(built.a[Argument::indices])) put_bits(p, c.index, 0xFFFFFFFFu);
-    CHECK(compare(built.arena, built.a, built.o, 0) == "");
+    CHECK(compare(built.arena, built.a, built.options, 0) == "");
   }
   SUBCASE("scales broadcast with stride 0 (F65)") {
     Built built(c);
     for (Argument a : {Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v})
       built.a[a].strides[0] = built.a[a].strides[1] = 0;
     built.a[Argument::weight_scale].strides[0] = built.a[Argument::bias].strides[0] = built.a[Argument::activation_scale].strides[0] = 0;
-    CHECK(compare(built.arena, built.a, built.o, 0) == "");
+    CHECK(compare(built.arena, built.a, built.options, 0) == "");
   }
   SUBCASE("no query heads") {
     c.heads_q = 0;
     CHECK(compare(c) == "");
     Built built(c);
     built.a[Argument::q].data = nullptr;
-    CHECK(compare(built.arena, built.a, built.o, 0) == "");
+    CHECK(compare(built.arena, built.a, built.options, 0) == "");
   }
   SUBCASE("one input serves as several: cos is sin, the scales are the offsets") {
     Built built(c);
     built.a[Argument::sin] = built.a[Argument::cos];
     built.a[Argument::scale_v] = built.a[Argument::offset_k] = built.a[Argument::offset_v] = built.a[Argument::scale_k];
-    CHECK(compare(built.arena, built.a, built.o, 0) == "");
+    CHECK(compare(built.arena, built.a, built.options, 0) == "");
   }
   SUBCASE("duplicates allowed in a long call, all tokens in one row (F11)") {
     c.batch = 1024;
     c.sequence = 1;
     Built built(c);
-    built.o.allow_duplicates = true;
+    built.options.allow_duplicates = true;
     for (char* p : elements(built.a[Argument::indices])) put_bits(p, c.index, 3);
-    CHECK(compare(built.arena, built.a, built.o, 0, true) == "");
+    CHECK(compare(built.arena, built.a, built.options, 0, true) == "");
   }
 }

@@ -89,10 +89,8 @@ TEST_CASE("memory: overlap and nesting equal a list of all bytes") {
     c.heads_kv = 1 + random.below(2);
     c.dim = 2 + 2 * random.below(2);
     c.page_rows = 2;
-    Arena arena;
-    Operands a;
-    Options options;
-    build(c, arena, a, options);
+    Setup setup(c);
+    auto& [arena, a, options] = setup;
     char* const memory = arena.allocate("shared", 400, Placement::canaries);
     const View k = a[Argument::k_cache];
     Argument first = Argument::k_cache, second = Argument::v_cache;
@@ -183,10 +181,8 @@ TEST_CASE("memory: offsets beyond 2^31 and 2^32, for every operand and axis (F01
             c.mode = mode;
             c.kv_output = c.offset_v = c.activation_scale = true;
             c.bias = DType::float32;
-            Arena arena;
-            Operands a;
-            Options options;
-            build(c, arena, a, options);
+            Setup setup(c);
+            auto& [arena, a, options] = setup;
             const View small = a[argument];
             // The last axis of an array has unit stride; vectors may have any.
             const bool vector = small.ndim == 1 || argument == Argument::scale_k || argument == Argument::offset_v;
@@ -207,7 +203,7 @@ TEST_CASE("memory: offsets beyond 2^31 and 2^32, for every operand and axis (F01
               arena.restore(before);
               spacious.set(contents);
               options.isa = kvquant::target_name(target);
-              INFO(options.isa << " " << kvquant::name(argument) << " axis " << axis << " stride " << stride);
+              INFO(kvquant::target_name(target) << " " << kvquant::name(argument) << " axis " << axis << " stride " << stride);
               CHECK(execute(a, options).code == Code::ok);
               CHECK(arena.difference(expected) == "");
               CHECK(Spacious::contents(spacious.view) == expected_contents);

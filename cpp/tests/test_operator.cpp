@@ -25,26 +25,6 @@ using kvquant::Options;
 
 namespace {
 
-struct Pair {
-  DType x, out;
-};
-constexpr Pair kPairs[] = {{DType::int32, DType::float16},   {DType::int32, DType::bfloat16},   {DType::int32, DType::float32},
-                           {DType::float16, DType::float16}, {DType::bfloat16, DType::bfloat16}, {DType::float32, DType::float32}};
-constexpr DType kBiases[] = {DType::none, DType::int32, DType::float32, DType::float16, DType::bfloat16};
-
-void split_tokens(Case& c, std::int64_t tokens, Random& random) {
-  if (tokens == 0) {
-    c.batch = random.chance(50) ? 0 : 2;
-    c.sequence = c.batch == 0 ? 3 : 0;
-  } else {
-    do c.batch = 1 + random.below(tokens);
-    while (tokens % c.batch != 0);
-    c.sequence = tokens / c.batch;
-  }
-  c.three_d = tokens == 0 || random.chance(70);
-  if (!c.three_d) c.batch = tokens, c.sequence = 1;
-}
-
 Case draw(Pair pair, std::int64_t dim, std::int64_t tokens, CacheLayout layout, std::uint64_t seed) {
   Random random(seed);
   Case c;
@@ -53,31 +33,16 @@ Case draw(Pair pair, std::int64_t dim, std::int64_t tokens, CacheLayout layout, 
   c.dim = dim;
   c.cache_layout = layout;
   c.seed = seed;
-  split_tokens(c, tokens, random);
-  c.packed = random.chance(60);
+  do c.batch = 1 + random.below(tokens);
+  while (tokens % c.batch != 0);
+  c.sequence = tokens / c.batch;
+  c.three_d = random.chance(70);
+  if (!c.three_d) c.batch = tokens, c.sequence = 1;
   c.heads_q = random.below(dim > 128 ? 3 : 6);
   c.heads_kv = 1 + random.below(dim > 128 ? 2 : 4);
-  c.page_rows = random.pick({1, 3, 4, 16});
-  c.mode = random.chance(60) ? CacheMode::page : CacheMode::contiguous;
-  c.numerics = random.chance(40) ? Numerics::ascend : Numerics::fp32;
-  c.kv_output = random.chance(50);
-  c.padding = random.chance(40);
-  c.duplicates = random.chance(40);
-  c.bias = random.pick(kBiases);
-  c.index = random.chance(50) ? DType::int32 : DType::int64;
-  c.activation_scale = random.chance(50);
-  c.offset_k = random.chance(50);
-  c.offset_v = random.chance(50);
-  for (ScaleShape& shape : c.scale_shape) shape = static_cast<ScaleShape>(random.below(kScaleShapes));
-  c.input_layout = static_cast<InputLayout>(random.below(kInputLayouts));
-  c.output_layout = static_cast<OutputLayout>(random.below(kOutputLayouts));
-  c.strided_vectors = random.chance(40);
-  c.junk_unit_strides = random.chance(30);
-  c.uneven = random.chance(60);
+  draw_choices(c, random);
   c.misalign = random.chance(50) ? 0 : static_cast<int>(random.below(64));
   c.values = random.pick({Values::plain, Values::special, Values::ties});
-  c.tables = random.pick({Case::Tables::per_token, Case::Tables::full, Case::Tables::half});
-  c.position = random.chance(50) ? DType::int32 : DType::int64;
   return c;
 }
 
@@ -267,10 +232,8 @@ TEST_CASE("operator: C3, float x ignores weight_scale, activation_scale and bias
     c.out = pair.out;
     c.batch = 2;
     c.sequence = 3;
-    Arena arena;
-    Operands operands;
-    Options options;
-    build(c, arena, operands, options);
+    Setup setup(c);
+    auto& [arena, operands, options] = setup;
     for (Argument argument : {Argument::weight_scale, Argument::activation_scale, Argument::bias}) {
       operands[argument] = arena.view("ignored", DType::float64, {5}, {}, Placement::guard_back);
       operands[argument].data = static_cast<char*>(operands[argument].data) + 40;  // not readable
@@ -287,10 +250,8 @@ TEST_CASE("operator: one plan serves calls of other sizes and other memory") {
   c.dim = 34;
   c.kv_output = true;
   c.page_rows = 16;
-  Arena arena;
-  Operands operands;
-  Options options;
-  build(c, arena, operands, options);
+  Setup setup(c);
+  auto& [arena, operands, options] = setup;
   kvquant::Plan plan;
   REQUIRE(kvquant::make_plan(operands, options, plan).code == kvquant::Code::ok);
   CHECK(plan.batch == 2);
@@ -325,10 +286,8 @@ TEST_CASE("operator: without isa the active target runs") {
   REQUIRE(kvquant::active_target(active).code == kvquant::Code::ok);
   REQUIRE(kvquant::target_missing(active) == nullptr);
   Case c;
-  Arena arena;
-  Operands operands;
-  Options options;
-  build(c, arena, operands, options);
+  Setup setup(c);
+  auto& [arena, operands, options] = setup;
   const std::uint64_t before = kvquant::target_rows(active);
   for (const char* isa : {static_cast<const char*>(nullptr), ""}) {
     options.isa = isa;

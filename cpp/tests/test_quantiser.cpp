@@ -37,10 +37,8 @@ std::string ties(Scales scales, Offsets offsets, std::uint64_t seed) {
   c.heads_q = 0;
   c.dim = 512;
   c.offset_k = c.offset_v = offsets != Offsets::none;
-  Arena arena;
-  Operands a;
-  Options options;
-  build(c, arena, a, options);
+  Setup setup(c);
+  auto& [arena, a, options] = setup;
   fill(a[Argument::cos], 1);
   fill(a[Argument::sin], 0);
   for (std::int64_t d = 0; d < c.dim; ++d) {
@@ -186,10 +184,8 @@ std::string hardest(std::uint64_t seed) {
   c.dim = 512;
   c.page_rows = 1;
   c.offset_k = c.offset_v = true;
-  Arena arena;
-  Operands a;
-  Options options;
-  build(c, arena, a, options);
+  Setup setup(c);
+  auto& [arena, a, options] = setup;
   fill(a[Argument::weight_scale], -1);
   fill(a[Argument::x], 0);
   fill(a[Argument::cos], 1);
@@ -254,10 +250,8 @@ TEST_CASE("quantiser: one column decides for its own scale, whatever its neighbo
         c.offset_k = c.offset_v = true;
         c.values = Values::ties;
         c.seed = odd_one;
-        Arena arena;
-        Operands a;
-        Options options;
-        build(c, arena, a, options);
+        Setup setup(c);
+        auto& [arena, a, options] = setup;
         put_bits(element(a[argument], 0, column), DType::float32, odd_one);
         const std::string mismatch = compare(arena, a, options, 0);
         CHECK_MESSAGE(mismatch.empty(), kvquant::name(argument) << ": " << mismatch);

@@ -47,13 +47,13 @@ int product_power(bool half, Random& random) {
   return centre + static_cast<int>(random.below(5)) - 2;
 }
 
-struct Setup {
+struct Rotation {
   Case c;
   Arena arena;
   Operands a;
   Options options;
 
-  Setup(DType dtype, Numerics numerics, std::int64_t dim, std::uint64_t seed) {
+  Rotation(DType dtype, Numerics numerics, std::int64_t dim, std::uint64_t seed) {
     c.x = c.out = dtype;
     c.numerics = numerics;
     c.batch = 8;
@@ -72,10 +72,10 @@ struct Setup {
 
 std::string rotate(DType dtype, Numerics numerics, std::int64_t dim, std::uint64_t seed) {
   const Format f = format_of(dtype);
-  Setup setup(dtype, numerics, dim, seed);
+  Rotation rotation(dtype, numerics, dim, seed);
   Random random(seed);
-  for (std::int64_t b = 0; b < setup.c.batch; ++b)
-    for (std::int64_t s = 0; s < setup.c.sequence; ++s) {
+  for (std::int64_t b = 0; b < rotation.c.batch; ++b)
+    for (std::int64_t s = 0; s < rotation.c.sequence; ++s) {
       const std::int64_t j = random.below(dim / 2), head = random.below(4);
       const int power = product_power(dtype == DType::float16, random);
       const int limit = (1 << (f.exponent_bits - 1)) - 1;
@@ -92,28 +92,28 @@ std::string rotate(DType dtype, Numerics numerics, std::int64_t dim, std::uint64
         x2 = cos;
         sin = x1;
       }
-      setup.put(Argument::x, b, s, head * dim + j, x1);
-      setup.put(Argument::x, b, s, head * dim + j + dim / 2, x2);
+      rotation.put(Argument::x, b, s, head * dim + j, x1);
+      rotation.put(Argument::x, b, s, head * dim + j + dim / 2, x2);
       if (where != 1) {
-        setup.put(Argument::cos, b, s, j, cos);
-        setup.put(Argument::sin, b, s, j, sin);
+        rotation.put(Argument::cos, b, s, j, cos);
+        rotation.put(Argument::sin, b, s, j, sin);
       }
       if (where != 0) {
-        setup.put(Argument::cos, b, s, j + dim / 2, sin);
-        setup.put(Argument::sin, b, s, j + dim / 2, cos);
+        rotation.put(Argument::cos, b, s, j + dim / 2, sin);
+        rotation.put(Argument::sin, b, s, j + dim / 2, cos);
       }
     }
-  return compare(setup.arena, setup.a, setup.options, seed);
+  return compare(rotation.arena, rotation.a, rotation.options, seed);
 }
 
 // bfloat16 x at the ends of 2^-64..2^64 or ordinary, cos and sin anywhere or 0: a kernel that looks at its operands in order to
 // choose its arithmetic has to look at each of them.
 std::string rotate_window(std::int64_t dim, std::uint64_t seed) {
   const Format f = format_of(DType::bfloat16);
-  Setup setup(DType::bfloat16, Numerics::fp32, dim, seed);
+  Rotation rotation(DType::bfloat16, Numerics::fp32, dim, seed);
   Random random(seed);
-  for (std::int64_t b = 0; b < setup.c.batch; ++b)
-    for (std::int64_t s = 0; s < setup.c.sequence; ++s) {
+  for (std::int64_t b = 0; b < rotation.c.batch; ++b)
+    for (std::int64_t s = 0; s < rotation.c.sequence; ++s) {
       const std::int64_t head = random.below(4), half = random.below(2) * (dim / 2), j = random.below(dim / 2);
       const std::uint64_t x = number(f, random.pick({-66, -64, -63, 0, 62, 63, 65}), random);
       const auto table = [&]() -> std::uint64_t {
@@ -122,40 +122,40 @@ std::string rotate_window(std::int64_t dim, std::uint64_t seed) {
                                  : number(f, random.pick({-130, -86, -64, -60, -47, -46, -45, 0, 45, 46, 47, 63, 65, 100}), random);
       };
       const std::uint64_t cos = table();
-      setup.put(Argument::x, b, s, head * dim + j, x);
-      setup.put(Argument::x, b, s, head * dim + j + dim / 2, random.chance(50) ? x : number(f, 0, random));
-      if (random.chance(80)) setup.put(Argument::cos, b, s, j + half, cos);
-      if (random.chance(80)) setup.put(Argument::sin, b, s, j + half, random.chance(50) ? cos ^ 1u : table());  // ^ 1: nearly cancels
+      rotation.put(Argument::x, b, s, head * dim + j, x);
+      rotation.put(Argument::x, b, s, head * dim + j + dim / 2, random.chance(50) ? x : number(f, 0, random));
+      if (random.chance(80)) rotation.put(Argument::cos, b, s, j + half, cos);
+      if (random.chance(80)) rotation.put(Argument::sin, b, s, j + half, random.chance(50) ? cos ^ 1u : table());  // ^ 1: nearly cancels
     }
-  return compare(setup.arena, setup.a, setup.options, seed);
+  return compare(rotation.arena, rotation.a, rotation.options, seed);
 }
 
 // bfloat16 sums n + h: n of eight bits, h about half a unit in its last place.
 std::string rotate_ties(std::int64_t dim, std::uint64_t seed) {
   const Format f = format_of(DType::bfloat16);
-  Setup setup(DType::bfloat16, Numerics::fp32, dim, seed);
+  Rotation rotation(DType::bfloat16, Numerics::fp32, dim, seed);
   Random random(seed);
   const auto near = [&](int power) {  // 2^power, or one of its neighbours, with a random sign
     const std::uint64_t nudge = static_cast<std::uint64_t>(random.pick({-1, 0, 0, 1, 2}));
     return ((static_cast<std::uint64_t>(power + 127) << 7) + nudge) | (random.chance(50) ? 0x8000u : 0u);
   };
-  for (std::int64_t b = 0; b < setup.c.batch; ++b)
-    for (std::int64_t s = 0; s < setup.c.sequence; ++s)
+  for (std::int64_t b = 0; b < rotation.c.batch; ++b)
+    for (std::int64_t s = 0; s < rotation.c.sequence; ++s)
       for (std::int64_t j = 0; j < dim / 2; ++j) {
         const int power = static_cast<int>(random.below(41)) - 20;
-        setup.put(Argument::cos, b, s, j, 0x3F80u);
-        setup.put(Argument::sin, b, s, j, near(power - 8));
-        setup.put(Argument::cos, b, s, j + dim / 2, near(power - 8));
-        setup.put(Argument::sin, b, s, j + dim / 2, 0x3F80u);
+        rotation.put(Argument::cos, b, s, j, 0x3F80u);
+        rotation.put(Argument::sin, b, s, j, near(power - 8));
+        rotation.put(Argument::cos, b, s, j + dim / 2, near(power - 8));
+        rotation.put(Argument::sin, b, s, j + dim / 2, 0x3F80u);
         for (std::int64_t head = 0; head < 4; ++head) {
           std::uint64_t n = number(f, power, random);
           if (random.chance(20)) n &= 0xFF80u;  // a power of two, or the last before the next one
           else if (random.chance(20)) n |= 0x007Fu;
-          setup.put(Argument::x, b, s, head * dim + j, n);
-          setup.put(Argument::x, b, s, head * dim + j + dim / 2, near(0));
+          rotation.put(Argument::x, b, s, head * dim + j, n);
+          rotation.put(Argument::x, b, s, head * dim + j + dim / 2, near(0));
         }
       }
-  return compare(setup.arena, setup.a, setup.options, seed);
+  return compare(rotation.arena, rotation.a, rotation.options, seed);
 }
 
 }  // namespace

@@ -81,24 +81,20 @@ std::string under_state(Arena& arena, const Operands& a, Options options) {
 }  // namespace
 
 TEST_CASE("floating-point state: same bytes under every state, which is given back") {
-  constexpr DType kPairs[][2] = {{DType::int32, DType::float16},   {DType::int32, DType::bfloat16},   {DType::int32, DType::float32},
-                                 {DType::float16, DType::float16}, {DType::bfloat16, DType::bfloat16}, {DType::float32, DType::float32}};
-  for (const auto& pair : kPairs)
+  for (Pair pair : kPairs)
     for (Values values : {Values::plain, Values::special, Values::ties})
       for (kvquant::Numerics numerics : {kvquant::Numerics::fp32, kvquant::Numerics::ascend}) {
         Case c;
-        c.x = pair[0];
-        c.out = pair[1];
+        c.x = pair.x;
+        c.out = pair.out;
         c.values = values;
         c.numerics = numerics;
         c.batch = 5;
         c.dim = 66;
         c.kv_output = c.offset_k = c.activation_scale = true;
         c.bias = DType::float16;
-        Arena arena;
-        Operands a;
-        Options options;
-        build(c, arena, a, options);
+        Setup setup(c);
+        auto& [arena, a, options] = setup;
         CHECK(under_state(arena, a, options) == "");
       }
 }
@@ -108,10 +104,8 @@ TEST_CASE("floating-point state: subnormal inputs and scales (F57)") {
   c.x = c.out = DType::float32;
   c.batch = 64;
   c.kv_output = true;
-  Arena arena;
-  Operands a;
-  Options options;
-  build(c, arena, a, options);
+  Setup setup(c);
+  auto& [arena, a, options] = setup;
   for (Argument argument : {Argument::x, Argument::scale_k, Argument::scale_v}) fill(a[argument], 1e-40);
   fill(a[Argument::cos], 1);
   fill(a[Argument::sin], 0);
@@ -124,10 +118,8 @@ TEST_CASE("floating-point state: subnormal inputs and scales (F57)") {
 TEST_CASE("floating-point state: given back after an error") {
   Case c;
   c.batch = 3;
-  Arena arena;
-  Operands a;
-  Options options;
-  build(c, arena, a, options);
+  Setup setup(c);
+  auto& [arena, a, options] = setup;
   put_bits(element(a[Argument::scale_v], 0, 7), DType::float32, 0x7FC00000);
   const std::uint64_t normal = fp_state();
   for (std::uint64_t state : states()) {
@@ -148,10 +140,8 @@ TEST_CASE("threads: one prepared call cut among threads, and one plan used by ma
       c.dim = 34;
       c.duplicates = c.padding = c.kv_output = true;
       c.seed = 40;
-      Arena arena;
-      Operands a;
-      Options options;
-      build(c, arena, a, options);
+      Setup setup(c);
+      auto& [arena, a, options] = setup;
       options.isa = kvquant::target_name(target);
       const auto before = arena.snapshot();
       oracle::dequant_rope_quant_kvcache(a, options);
@@ -185,10 +175,8 @@ TEST_CASE("threads: one prepared call cut among threads, and one plan used by ma
         c.batch = 9;
         c.dim = 34;
         c.seed = 100 * i + round;
-        Arena arena;
-        Operands a;
-        Options options;
-        build(c, arena, a, options);
+        Setup setup(c);
+        auto& [arena, a, options] = setup;
         const auto before = arena.snapshot();
         oracle::dequant_rope_quant_kvcache(a, options);
         const auto expected = arena.snapshot();
