@@ -236,8 +236,7 @@ __attribute__((always_inline)) inline void tile(const Part& p, const Token* toke
   typename SourceT::Columns columns[kBlocks];
   KVQUANT_UNROLL
   for (int i = 0; i < kBlocks; ++i) columns[i] = SourceT::columns(p, {j + i * kLanes, half + j + i * kLanes, n});
-  KVQUANT_UNROLL
-  for (int t = 0; t < N; ++t) {
+  const auto one_token = [&](int t) __attribute__((always_inline)) {
     Pair value[kBlocks];
     KVQUANT_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
@@ -254,6 +253,13 @@ __attribute__((always_inline)) inline void tile(const Part& p, const Token* toke
     }
     if constexpr (TaskT::kOut) put_out<OutT, kTail>(tokens[t].out + j * kSize<OutT>, half * kSize<OutT>, value, n, p.stream_out);
     if constexpr (TaskT::kCache) put_row<TaskT::kDivide, kTail>(p, reinterpret_cast<char*>(tokens[t].row), j, value, n);
+  };
+  if constexpr (TaskT::kCache) {  // unrolled, it would be long, and no faster
+    KVQUANT_ROLL
+    for (int t = 0; t < N; ++t) one_token(t);
+  } else {
+    KVQUANT_UNROLL
+    for (int t = 0; t < N; ++t) one_token(t);
   }
 }
 

@@ -27,6 +27,8 @@ struct Count {
 // multiplies code elsewhere.
 #if defined(__clang__)
 #define KVQUANT_UNROLL _Pragma("unroll")
+#define KVQUANT_ROLL _Pragma("nounroll")
 #else
 #define KVQUANT_UNROLL _Pragma("GCC unroll 4")
+#define KVQUANT_ROLL _Pragma("GCC unroll 1")
 #endif
