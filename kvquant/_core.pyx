@@ -459,7 +459,7 @@ cdef object execute(Request* r, void* indices=NULL):
         if workspace == NULL:
             raise MemoryError(f"kvquant: no memory for a workspace of {bytes} bytes")
     # Other threads may run meanwhile where that is worth the switch; the caller's references keep every array alive.
-    if threads > 1 or elements > 65536:
+    if threads > 1 or elements >= 65536:
         with nogil:
             status = prepare(plan[0], call[0], workspace, bytes, prepared)
             run_parallel(plan[0], prepared, threads)

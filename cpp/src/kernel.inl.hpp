@@ -287,13 +287,15 @@ __attribute__((always_inline)) inline void all_heads(const Part& part, const Tok
 template <class TaskT>
 __attribute__((noinline)) void rest(const Part& p, const Token& token, std::int64_t j) {
   const std::int64_t half = p.dim / 2;
-  if constexpr (TaskT::kBlocks > kWide)
-    for (; j + kWide * kLanes <= half; j += kWide * kLanes) all_heads<TaskT, false, kWide>(p, token, j, kLanes);
-  for (; j + kLanes <= half; j += kLanes) all_heads<TaskT, false, 1>(p, token, j, kLanes);
+  if (j + kLanes <= half) {
+    all_heads<TaskT, false, 1>(p, token, j, kLanes);
+    j += kLanes;
+  }
   if (j < half) all_heads<TaskT, true, 1>(p, token, j, static_cast<int>(half - j));
 }
 
-// Long rows: kBlock tokens at a time, heads outside: what the tokens share is loaded once, and x is read in order.
+// Long rows: kBlock tokens at a time, heads outside: what the tokens share is loaded once, and x is read in order. Where rows are
+// cached, half a head must be whole tiles.
 template <class TaskT>
 inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int64_t count) {
   constexpr int kColumns = TaskT::kBlocks * kLanes;
@@ -322,8 +324,9 @@ inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int
         for (int i = 0; i < kBlock; ++i) next_head<TaskT>(p, at[i]);
       }
     }
-    if (whole < half)
-      for (int i = 0; i < kBlock; ++i) rest<TaskT>(part, tokens[t + i], whole);
+    if constexpr (!TaskT::kCache)
+      if (whole < half)
+        for (int i = 0; i < kBlock; ++i) rest<TaskT>(part, tokens[t + i], whole);
   }
   return t;
 }
@@ -335,7 +338,7 @@ inline std::int64_t all_tokens(const Part& part, const Token* tokens, std::int64
   const std::int64_t half = p.dim / 2;
   std::int64_t t = 0;
   if constexpr (TaskT::template Source<false>::kBlocked && kBlock > 1)
-    if (p.block_tokens) t = token_blocks<TaskT>(p, tokens, count);
+    if (p.block_tokens && (!TaskT::kCache || half % kColumns == 0)) t = token_blocks<TaskT>(p, tokens, count);
   for (; t < count; ++t) {
     std::int64_t j = 0;
     for (; j + kColumns <= half; j += kColumns) all_heads<TaskT, false, TaskT::kBlocks>(p, tokens[t], j, kLanes);

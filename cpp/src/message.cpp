@@ -145,7 +145,11 @@ std::size_t message(const Status& status, char* buffer, std::size_t capacity) no
       if (status.axis < 0 && status.argument != Argument::size_splits) line.add(" tokens (B*S)");
       line.add(", got %" PRId64, got);
       break;
-    case Code::scale_shape: line.add("expected shape [Nkv, D], [Nkv*D], [Nkv, 1], [1] or []"); break;
+    case Code::scale_shape:
+      line.add("expected shape [Nkv, D], [Nkv*D], [Nkv, 1], [1] or [], got ");
+      if (status.axis < 0) line.add("%" PRId64 " axes", got);
+      else line.add("%" PRId64 " on axis %d, not %" PRId64, got, status.axis, expected);
+      break;
     case Code::table_shape:
       line.add("expected a table [P, D] or [P, D/2] with D = %" PRId64 ", got %" PRId64 " on the last axis", expected, got);
       break;

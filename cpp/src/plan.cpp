@@ -132,7 +132,7 @@ Status Planner::check_source() {
     if (splits[0] < 0) return fault(Code::too_few, Argument::size_splits, splits[0], 0, -1, 0);
     if (splits[0] > kMostColumns) return fault(Code::too_large, Argument::size_splits, splits[0], kMostColumns, -1, 0);
     if (splits[0] % plan_.dim)
-      return fault(Code::shape, Argument::size_splits, splits[0], splits[0] / plan_.dim * plan_.dim, -1, 0);
+      return fault(Code::shape, Argument::size_splits, splits[0], (splits[0] / plan_.dim + 1) * plan_.dim, -1, 0);
     plan_.heads_q = splits[0] / plan_.dim;
     const std::int64_t columns = splits[0] + 2 * columns_kv;
     if (Status s = plan_.three_d ? check_shape(leading, first, Layout::unit_stride, 3, -1, -1, columns)
@@ -241,7 +241,10 @@ Status Planner::check_scales() {
     else if (view.ndim == 1 && view.shape[0] == heads * dim) step = {wrapping_product(dim, view.strides[0]), view.strides[0]};
     else if (view.ndim == 2 && view.shape[0] == heads && view.shape[1] == dim) step = {view.strides[0], view.strides[1]};
     else if (view.ndim == 2 && view.shape[0] == heads && view.shape[1] == 1) step = {view.strides[0], 0};
-    else return fault(Code::scale_shape, argument);
+    else if (view.ndim != 1 && view.ndim != 2) return fault(Code::scale_shape, argument, view.ndim);
+    else if (view.ndim == 1) return fault(Code::scale_shape, argument, view.shape[0], heads * dim, 0);
+    else if (view.shape[0] != heads) return fault(Code::scale_shape, argument, view.shape[0], heads, 0);
+    else return fault(Code::scale_shape, argument, view.shape[1], dim, 1);
   }
   return {};
 }
