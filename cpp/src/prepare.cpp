@@ -15,8 +15,7 @@ namespace {
 // A reciprocal costs a division: from how many tokens on it is worth having.
 constexpr std::int64_t kReciprocalTokens = 4;
 // Non-temporal stores: for cache rows, which nobody reads back before attention does, from the first few tokens on; for
-// outputs where x and they exceed the second-level cache, so that they would be written back anyway. Not where kernels block
-// tokens: four tokens write to eight lines in turn, which leave their buffers half filled (W3 6.7 -> 14.7 ms).
+// outputs where x and they exceed the second-level cache, so that they would be written back anyway.
 constexpr std::int64_t kStreamRowBytes = 16384, kStreamOutBytes = std::int64_t{2} << 20;
 
 // Byte offsets of the workspace's pieces.

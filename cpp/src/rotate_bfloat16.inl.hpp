@@ -14,13 +14,7 @@ struct Wide {
   F low, high;  // columns 0-15 and 16-31
 };
 inline __m512i load_words(const char* p) { return _mm512_loadu_si512(p); }
-inline Wide widen_32(__m512i words) {
-  const __m512i low = _mm512_set_epi32(15 << 16, 14 << 16, 13 << 16, 12 << 16, 11 << 16, 10 << 16, 9 << 16, 8 << 16,  //
-                                       7 << 16, 6 << 16, 5 << 16, 4 << 16, 3 << 16, 2 << 16, 1 << 16, 0);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(16 << 16));
-  return {{_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, low, words))},
-          {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, high, words))}};
-}
+inline Wide widen_32(__m512i words) { return {widen(words, 0), widen(words, 16)}; }
 inline __m512i narrow_32(F low, F high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v)); }
 inline void put(char* p, __m512i value, bool stream_it) {
   if (stream_it) _mm512_stream_si512(reinterpret_cast<__m512i*>(p), value);

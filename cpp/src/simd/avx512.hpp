@@ -23,11 +23,14 @@ inline F multiply_subtract(F a, F b, F c) { return {_mm512_fmsub_ps(a.v, b.v, c.
 
 inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
 // Each 16-bit value to the upper half of a 32-bit lane, with zeros below: one shuffle, where widening and shifting are two.
-inline F widen(__m256i bfloat16) {
+// Of 32 values, the 16 from `first` on.
+inline F widen(__m512i bfloat16, int first) {
   const __m512i order = _mm512_set_epi32(15 << 16, 14 << 16, 13 << 16, 12 << 16, 11 << 16, 10 << 16, 9 << 16, 8 << 16,  //
                                          7 << 16, 6 << 16, 5 << 16, 4 << 16, 3 << 16, 2 << 16, 1 << 16, 0);
-  return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, order, _mm512_castsi256_si512(bfloat16)))};
+  const __m512i from = _mm512_add_epi32(order, _mm512_set1_epi32(first << 16));
+  return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, from, bfloat16))};
 }
+inline F widen(__m256i bfloat16) { return widen(_mm512_castsi256_si512(bfloat16), 0); }
 
 inline F load(Float32, const char* p) { return {_mm512_loadu_ps(p)}; }
 inline F load(Int32, const char* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
