@@ -20,16 +20,14 @@ Operands are contiguous. Element i before the call is stored element i modulo th
 may be short in the file.
 """
 
-import argparse
 import importlib.util
-import pathlib
 import struct
-import sys
 
+import made_file
 import ml_dtypes
 import numpy as np
 
-kRoot = pathlib.Path(__file__).resolve().parents[1]
+kRoot = made_file.kRoot
 kFile = kRoot / "cpp" / "tests" / "data" / "golden.bin"
 kTypes = {  # name -> number of kvquant::DType, NumPy type
     "int8": (1, np.dtype(np.int8)),
@@ -318,18 +316,5 @@ def make():
     return b"KVQGOLD1" + struct.pack("<I", len(calls)) + b"".join(call.encode(reference) for call in calls)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--check", action="store_true", help="compare with the file instead of writing it")
-    check = parser.parse_args().check
-    made = make()
-    if not check:
-        kFile.parent.mkdir(parents=True, exist_ok=True)
-        kFile.write_bytes(made)
-    elif not kFile.exists() or made != kFile.read_bytes():
-        sys.exit(f"{kFile.relative_to(kRoot)} is not what tools/make_golden.py makes")
-    print(f"{kFile.relative_to(kRoot)}: {len(made)} bytes{', as expected' if check else ''}")
-
-
 if __name__ == "__main__":
-    main()
+    made_file.main(__doc__, kFile, make)

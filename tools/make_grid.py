@@ -9,14 +9,12 @@ Every row is a call for each of the six type pairs. Rows hold every D with every
 D, and any two values of any two columns together; tests/test_operator.py proves it from the file.
 """
 
-import argparse
-import pathlib
 import sys
 
+import made_file
 import numpy as np
 
-kRoot = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(kRoot / "tests"))
+sys.path.insert(0, str(made_file.kRoot / "tests"))
 from cases import DIMS, GRID, GRID_COLUMNS, OPTIONS, TOKENS, all_pairs, word  # noqa: E402
 
 # These D and T meet every cache layout: D below, on and above whole and half blocks of 16 columns.
@@ -51,20 +49,8 @@ def make():
     for row in sorted(rows, key=lambda row: (row["dim"], row["tokens"])):
         digits = "".join(str(values.index(row[name])) for name, values in GRID_COLUMNS.items())
         lines.append(f"{row['dim']} {row['tokens']} {steps_of(row, rng)} {digits}")
-    return "\n".join(lines) + "\n"
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--check", action="store_true", help="compare with the file instead of writing it")
-    check = parser.parse_args().check
-    made = make()
-    if not check:
-        GRID.write_text(made)
-    elif not GRID.exists() or made != GRID.read_text():
-        sys.exit(f"{GRID.relative_to(kRoot)} is not what tools/make_grid.py makes")
-    print(f"{GRID.relative_to(kRoot)}: {made.count(chr(10))} lines{', as expected' if check else ''}")
+    return ("\n".join(lines) + "\n").encode()
 
 
 if __name__ == "__main__":
-    main()
+    made_file.main(__doc__, GRID, make)
