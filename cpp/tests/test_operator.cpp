@@ -138,8 +138,9 @@ TEST_CASE("operator: every target equals the oracle on the grid") {
     }
   CHECK(failed == 0);
   if (every == 1) CHECK(static_cast<std::size_t>(run) == rows.size() * std::size(kPairs));
-  for (std::size_t i = 0; i < targets.size(); ++i)
-    CHECK(compared[targets[i]] - before[i] == static_cast<std::uint64_t>(run));
+  std::size_t complete = 0;
+  for (std::size_t i = 0; i < targets.size(); ++i) complete += compared[targets[i]] - before[i] == static_cast<std::uint64_t>(run);
+  CHECK(complete == targets.size());
   std::printf("operator grid: %d cases on each of %zu targets, %d failed\n", run, targets.size(), failed);
 }
 
@@ -304,10 +305,12 @@ TEST_CASE("operator: every available target has written rows") {
   Case c;
   c.batch = 3;
   CHECK(compare(c) == "");
+  std::string idle;  // one assertion, however many targets a processor has: recorded.txt counts them
   for (int i = 0; i < kvquant::target_count(); ++i) {
     const char* missing = kvquant::target_missing(i);
     std::printf("target %-12s %s, rows written: %llu\n", kvquant::target_name(i), missing == nullptr ? "available" : missing,
                 static_cast<unsigned long long>(kvquant::target_rows(i)));
-    if (missing == nullptr) CHECK(kvquant::target_rows(i) > 0);
+    if (missing == nullptr && kvquant::target_rows(i) == 0) idle += std::string(kvquant::target_name(i)) + " ";
   }
+  CHECK(idle == "");
 }
