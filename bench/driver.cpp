@@ -269,7 +269,9 @@ void measure(benchmark::State& state, const Workload& w, Memory memory, const ch
   const std::size_t size = kvquant::workspace_size(plan, w.tokens());
   const std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, (size + 63) / 64 * 64), std::free);
   const auto call = [&](const Set& set) {
-    const kvquant::Status status = kvquant::prepare(plan, set.call, workspace.get(), size, prepared);
+    kvquant::Call shared = set.call;
+    shared.threads = threads;
+    const kvquant::Status status = kvquant::prepare(plan, shared, workspace.get(), size, prepared);
     if (threads == 1) kvquant::run(plan, prepared, 0, prepared.tokens);
     else kvquant::pool::run_parallel(plan, prepared, threads);
     return status.code == kvquant::Code::ok;

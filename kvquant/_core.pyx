@@ -32,12 +32,12 @@ cdef extern from *:
     #include <cstdlib>
     // Workspace beyond the stack's share; aligned as prepare wants it.
     static inline void* kvquant_allocate(std::size_t bytes) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
-    struct alignas(64) KvquantStack { char bytes[16384]; };
+    struct alignas(64) KvquantStack { char bytes[32768]; };
     """
     const char* KVQUANT_COMPILER
     void* kvquant_allocate(size_t) noexcept nogil
     cdef struct KvquantStack:
-        char[16384] bytes
+        char[32768] bytes
 
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_ISNOTSWAPPED(cnp.ndarray) noexcept
@@ -85,6 +85,7 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
     cdef cppclass Call:
         int64_t batch, sequence
         void* data[20]
+        int threads
     cdef cppclass Prepared:
         Call call
         int64_t tokens
@@ -452,6 +453,7 @@ cdef object execute(Request* r, void* indices=NULL):
         call.data[<int>Argument.indices] = indices
     call.batch = plan.batch
     call.sequence = plan.sequence
+    call.threads = threads
 
     bytes = workspace_size(plan[0], tokens)
     if bytes > sizeof(stack):

@@ -15,13 +15,13 @@ namespace {
 // A reciprocal costs a division: from how many tokens on it is worth having.
 constexpr std::int64_t kReciprocalTokens = 4;
 // Non-temporal stores: for cache rows, which nobody reads back before attention does, from the first few tokens on; for
-// outputs where x and they exceed the second-level cache, so that they would be written back anyway.
+// outputs where a thread's part of x and them exceeds the second-level cache, so that they would be written back anyway.
 constexpr std::int64_t kStreamRowBytes = 16384, kStreamOutBytes = std::int64_t{2} << 20;
 
 // Byte offsets of the workspace's pieces.
 struct Layout {
   std::size_t per_channel, weight_scale, bias, k_rows, v_rows, cos_rows, sin_rows, slots, bytes;
-  std::uint32_t slot_mask;  // slots - 1, a power of two of at least twice the tokens; 0: no table needed
+  std::uint32_t slot_mask;  // slots - 1; 0: no table needed
 };
 
 Layout layout_of(const Plan& plan, std::int64_t tokens) {
@@ -45,7 +45,9 @@ Layout layout_of(const Plan& plan, std::int64_t tokens) {
   }
   if (plan.options.cache_mode == CacheMode::page && tokens > 1) {
     std::uint32_t slots = 4;
-    while (slots < 2 * static_cast<std::uint32_t>(tokens)) slots *= 2;
+    // Eight for each token, as long as the first-level cache holds them, then two: each collision is a mispredicted branch.
+    while (slots < 2 * static_cast<std::uint32_t>(tokens) || (slots < 4096 && slots < 8 * static_cast<std::uint32_t>(tokens)))
+      slots *= 2;
     layout.slot_mask = slots - 1;
     layout.slots = take(slots * sizeof(std::uint32_t));
   }
@@ -304,8 +306,8 @@ Status Preparer::resolve_page() {
   return ascending ? Status{} : resolve_duplicates(tokens_);
 }
 
-// Finds tokens, among the first `tokens`, with the same row by a hash table of token numbers, keyed by the row's address (rows of a nesting cache have
-// different addresses). The later token takes the place of the earlier one, or is an error.
+// Finds tokens, among the first `tokens`, with the same row by a hash table of token numbers, keyed by the row's address (rows
+// of a nesting cache have different addresses). The later token takes the place of the earlier one, or is an error.
 Status Preparer::resolve_duplicates(std::int64_t tokens) {
   auto* slots = reinterpret_cast<std::uint32_t*>(workspace_ + layout_.slots);
   std::memset(slots, 0, (std::size_t{layout_.slot_mask} + 1) * sizeof(std::uint32_t));
@@ -348,7 +350,7 @@ void Preparer::choose_stores() {
                      all_aligned(address(Argument::k_cache), address(Argument::v_cache), plan_.dim, k.strides[0], k.strides[1],
                                  k.strides[2], v.strides[0], v.strides[1], v.strides[2]);
   const std::int64_t item = item_size(plan_.operands[Argument::cos].dtype), x_item = plan_.integer_x ? 4 : item;
-  out_.stream_out = tokens_ * columns_of(plan_) * (x_item + item) >= kStreamOutBytes;
+  out_.stream_out = tokens_ * columns_of(plan_) * (x_item + item) / (call_.threads > 1 ? call_.threads : 1) >= kStreamOutBytes;
 }
 
 }  // namespace

@@ -282,6 +282,37 @@ TEST_CASE("operator: one plan serves calls of other sizes and other memory") {
   CHECK(arena.difference(expected) == "");
 }
 
+TEST_CASE("operator: outputs go past the caches where a thread's part is too large for them, with the same bytes") {
+  Case c;
+  c.batch = 2;
+  c.sequence = 150;
+  c.dim = 128;
+  c.heads_q = 16;  // x and outputs of 300 tokens: 5.5 MB, of which a quarter fits a cache
+  c.x = c.out = DType::float32;
+  Setup setup(c);
+  auto& [arena, operands, options] = setup;
+  kvquant::Plan plan;
+  REQUIRE(kvquant::make_plan(operands, options, plan).code == kvquant::Code::ok);
+  const auto before = arena.snapshot();
+  oracle::dequant_rope_quant_kvcache(operands, options);
+  const auto expected = arena.snapshot();
+  std::vector<char> storage(kvquant::workspace_size(plan, 300) + 64);
+  char* workspace = storage.data() + (64 - reinterpret_cast<std::uintptr_t>(storage.data()) % 64) % 64;
+  for (int threads : {1, 4, 0, -1}) {
+    arena.restore(before);
+    kvquant::Call call;
+    call.batch = c.batch;
+    call.sequence = c.sequence;
+    call.threads = threads;
+    for (int i = 0; i < kvquant::kOperandCount; ++i) call.data[i] = operands.view[i].data;
+    kvquant::Prepared prepared;
+    REQUIRE(kvquant::prepare(plan, call, workspace, storage.size() - 64, prepared).code == kvquant::Code::ok);
+    CHECK(prepared.stream_out == (threads != 4));
+    kvquant::run(plan, prepared, 0, prepared.tokens);
+    CHECK(arena.difference(expected) == "");
+  }
+}
+
 TEST_CASE("operator: without isa the active target runs") {
   int active = -1;
   REQUIRE(kvquant::active_target(active).code == kvquant::Code::ok);

@@ -222,6 +222,7 @@ struct Call {
   std::size_t size = sizeof(Call);
   std::int64_t batch = 0, sequence = 1;
   void* data[kOperandCount] = {};
+  int threads = 1;  // that will share its tokens: a hint for prepare, no byte depends on it
 
   void*& operator[](Argument a) { return data[static_cast<int>(a)]; }
   void* operator[](Argument a) const { return data[static_cast<int>(a)]; }
