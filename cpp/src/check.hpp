@@ -64,8 +64,10 @@ inline Status count_tokens(Argument source, std::int64_t batch, std::int64_t seq
   return fault(Code::too_large, source, tokens, kMaxTokens);
 }
 
-// The extent of an operand's elements. False if an axis spans more than 2^58 bytes.
-bool extent_of(const View& view, Interval& extent) noexcept;
+// The extent of an operand's elements. Returns the first axis that spans more than kMostPerAxis bytes, or -1. The bound lets
+// four axes, two extents, or an extent and an address, be added without overflow.
+constexpr std::int64_t kMostPerAxis = std::int64_t{1} << 58;
+int extent_of(const View& view, Interval& extent) noexcept;
 
 inline bool is_written(Argument argument) {
   return argument == Argument::k_cache || argument == Argument::v_cache || argument == Argument::q || argument == Argument::k ||

@@ -124,7 +124,8 @@ std::size_t message(const Status& status, char* buffer, std::size_t capacity) no
   line.add("%s", name(status.argument));
   if (status.position >= 0) line.add("[%" PRId64 "]", status.position);
   line.add(": ");
-  const bool one_axis = status.code == Code::shape || status.code == Code::too_few || status.code == Code::too_large;
+  const bool one_axis = status.code == Code::shape || status.code == Code::too_few || status.code == Code::too_large ||
+                        status.code == Code::too_far;
   if (one_axis && status.axis >= 0) line.add("axis %d: ", status.axis);
   switch (status.code) {
     case Code::missing: line.add("required, got nothing"); break;
@@ -137,14 +138,11 @@ std::size_t message(const Status& status, char* buffer, std::size_t capacity) no
     case Code::shape: line.add("expected %" PRId64 ", got %" PRId64, expected, got); break;
     case Code::too_few: line.add("expected at least %" PRId64 ", got %" PRId64, expected, got); break;
     case Code::too_large:
-      if (expected <= 0) {
-        line.add("its extent in bytes is too large");
-        break;
-      }
       line.add("expected at most %" PRId64, expected);
       if (status.axis < 0 && status.argument != Argument::size_splits) line.add(" tokens (B*S)");
       line.add(", got %" PRId64, got);
       break;
+    case Code::too_far: line.add("expected a stride of at most %" PRId64 " bytes, got %" PRId64, expected, got); break;
     case Code::scale_shape:
       line.add("expected shape [Nkv, D], [Nkv*D], [Nkv, 1], [1] or [], got ");
       if (status.axis < 0) line.add("%" PRId64 " axes", got);

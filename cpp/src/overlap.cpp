@@ -54,21 +54,20 @@ struct Search {
 
 }  // namespace
 
-bool extent_of(const View& view, Interval& extent) noexcept {
-  // The bounds let four axes, two extents, or an extent and an address, be added without overflow.
-  constexpr std::int64_t kMostPerAxis = std::int64_t{1} << 58;
+int extent_of(const View& view, Interval& extent) noexcept {
   std::int64_t low = 0, high = item_size(view.dtype);
-  bool empty = false, overflow = false;
+  bool empty = false;
+  int too_far = -1;
   for (int i = 0; i < view.ndim; ++i) {
     std::int64_t span = 0;
     empty |= view.shape[i] == 0;
-    if (view.shape[i] != 1) overflow |= __builtin_mul_overflow(view.shape[i] - 1, view.strides[i], &span);
-    overflow |= span > kMostPerAxis || span < -kMostPerAxis;
-    low += overflow || span > 0 ? 0 : span;
-    high += overflow || span < 0 ? 0 : span;
+    const bool overflow = view.shape[i] != 1 && __builtin_mul_overflow(view.shape[i] - 1, view.strides[i], &span);
+    if (too_far < 0 && (overflow || span > kMostPerAxis || span < -kMostPerAxis)) too_far = i;
+    low += too_far >= 0 || span > 0 ? 0 : span;
+    high += too_far >= 0 || span < 0 ? 0 : span;
   }
   extent = empty ? Interval{} : Interval{low, high};
-  return empty || !overflow;
+  return empty ? -1 : too_far;
 }
 
 bool nests(const View& view) noexcept {
@@ -93,7 +92,7 @@ bool nests(const View& view) noexcept {
 
 bool share_memory(const View& a, const View& b) noexcept {
   Interval at, bt;
-  if (!extent_of(a, at) || !extent_of(b, bt)) return true;
+  if (extent_of(a, at) >= 0 || extent_of(b, bt) >= 0) return true;
   const auto shift = [](Interval& interval, const void* data) {
     interval.low += static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data));
     interval.high += static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data));
@@ -165,7 +164,8 @@ constexpr Argument kWrittenFirst[] = {
 static_assert(sizeof kWrittenFirst / sizeof *kWrittenFirst == kOperandCount);
 
 Status check_extent(const View& view, Argument argument, Interval& extent) {
-  if (!extent_of(view, extent)) return fault(Code::too_large, argument);
+  const int axis = extent_of(view, extent);
+  if (axis >= 0) return fault(Code::too_far, argument, view.strides[axis], kMostPerAxis / (view.shape[axis] - 1), axis);
   if (is_written(argument) && !nests(view)) return fault(Code::nesting, argument);
   return {};
 }

@@ -104,7 +104,7 @@ TEST_CASE("c: the bytes of the oracle for every dtype, mode and layout, in one p
           ++calls;
         }
       }
-  CHECK(calls >= 60);
+  CHECK(calls >= 56 * static_cast<int>(available_targets().size()));
 }
 
 TEST_CASE("c: one executor, changed data, pointers, B and S") {
@@ -222,7 +222,8 @@ TEST_CASE("c: invalid arguments that only C has") {
   refused([](CCall& c) { c.options.size = 0; }, "options: expected size 32, got 0");
   refused([](CCall& c) { c.options.size = 5000; }, "options: expected size 32, got 5000");
   refused([](CCall& c) { c.tensors[0].dtype = 0; }, "x: expected dtype int32 or float16, got an unknown dtype");
-  refused([](CCall& c) { c.tensors[0].strides[0] = INT64_MAX / 2; }, "x: its extent in bytes is too large");
+  refused([](CCall& c) { c.tensors[0].strides[0] = INT64_MAX / 2; },
+          "x: axis 0: expected a stride of at most 288230376151711744 bytes, got 9223372036854775807");
 
   CCall call;
   REQUIRE(convert(setup.a, setup.options, call));

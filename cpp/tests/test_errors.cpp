@@ -152,6 +152,9 @@ std::vector<Fault> faults() {
   for (int axis = 2; axis < 4; ++axis)
     add("Nkv*D beyond 2^40", Base::page, all({shape(A::k_cache, axis, INT64_MAX - 1), shape(A::v_cache, axis, INT64_MAX - 1)}),
         {Code::too_large}, {A::k_cache});
+  for (Argument arg : {A::x, A::k_cache, A::indices})
+    for (std::int64_t n : {(std::int64_t{1} << 58) + 4, INT64_MAX - 3, INT64_MIN + 4})
+      add("an axis spans more than 2^58 bytes", Base::page, stride(arg, 0, n), {Code::too_far}, {arg});
   for (int axis = 0; axis < 4; ++axis)
     add("caches differ", Base::page, shape(A::v_cache, axis, 1), {Code::shape}, {A::v_cache, A::k_cache});
   for (int axis = 0; axis < 4; ++axis)
@@ -276,7 +279,7 @@ std::string text_of(const Status& status) {
 
 // What a message calls got is the value that was given, and what it calls expected is not met by it.
 void check_numbers(const Status& status, const Operands& a) {
-  const bool few = status.code == Code::too_few, large = status.code == Code::too_large && status.expected != 0;
+  const bool few = status.code == Code::too_few, large = status.code == Code::too_large;
   if (status.code != Code::shape && !few && !large) return;
   CHECK((few ? status.got < status.expected : large ? status.got > status.expected : status.got != status.expected));
   if (status.argument == Argument::size_splits) CHECK(status.got == a.size_splits[status.position]);

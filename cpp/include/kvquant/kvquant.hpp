@@ -122,7 +122,8 @@ enum class Code : std::int32_t {
   ndim,             // got; expected
   shape,            // axis (-1: the whole), got, expected
   too_few,          // axis, got, expected: a length is negative, or the cache is empty or shorter than the batch
-  too_large,        // shape times stride overflows; with expected, the most: axis (-1: B*S, or an entry of size_splits), got
+  too_large,        // axis (-1: B*S, or an entry of size_splits), got; expected: the most
+  too_far,          // an axis spans more than 2^58 bytes: axis, got: stride in bytes, expected: the largest for its length
   scale_shape,      // scale or offset is none of [Nkv,D], [Nkv*D], [Nkv,1], [1], []: axis, got, expected; got: axes, if axis is -1
   table_shape,      // with positions: cos or sin is neither [P,D] nor [P,D/2]; got: its last axis, expected: D
   head_dim,         // D is odd or zero
