@@ -106,6 +106,7 @@ cdef extern from "pool.hpp" namespace "kvquant::pool" nogil:
     void run_parallel(const CorePlan&, const Prepared&, int) noexcept
     int worker_count() noexcept
     void refuse_starts(bint) noexcept
+    void always_wake(bint) noexcept
     void hold_locks(int) noexcept
 
 
@@ -461,7 +462,7 @@ cdef object execute(Request* r, void* indices=NULL):
         if workspace == NULL:
             raise MemoryError(f"kvquant: no memory for a workspace of {bytes} bytes")
     # Other threads may run meanwhile where that is worth the switch; the caller's references keep every array alive.
-    if threads > 1 or elements >= 65536:
+    if r.threads > 1 or elements >= 65536:
         with nogil:
             status = prepare(plan[0], call[0], workspace, bytes, prepared)
             run_parallel(plan[0], prepared, threads)
@@ -724,6 +725,11 @@ def pool_workers():
 def pool_refuse_starts(bint refuse):
     """With True, behave as if the system refused to start a thread."""
     refuse_starts(refuse)
+
+
+def pool_always_wake(bint always):
+    """With True, share a call among threads however small it is and however long ago the last one was."""
+    always_wake(always)
 
 
 def pool_hold_locks(int milliseconds):

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from kvquant import _core
+
+_core.pool_always_wake(True)  # calls as small as these would not be shared among threads otherwise
 
 TYPES = {
     "int8": np.dtype(np.int8),

@@ -96,12 +96,13 @@ work = Work()
 
 
 def run_program(text, tmp_path, **environment):
-    """Run PRELUDE and `text` in a fresh interpreter; it has to reach its end."""
+    """Run PRELUDE and `text` in a fresh interpreter; it has to reach its end. Returns what it printed."""
     path = tmp_path / "program.py"
     path.write_text(PRELUDE + textwrap.dedent(text) + "\nprint('reached the end')\n")
     settings = {name: value for name, value in os.environ.items() if name != "KVQUANT_NUM_THREADS"} | environment
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, env=settings)
     assert done.returncode == 0 and done.stdout.endswith("reached the end\n"), done.stdout + done.stderr
+    return done.stdout
 
 
 # Same bytes ----------------------------------------------------------------------------------------------------------
@@ -463,14 +464,15 @@ def test_affinity(tmp_path):
         os.sched_setaffinity(0, {max(cpus)})
         assert work.right(None) and _core.pool_workers() == 0
         assert work.right(4) and _core.pool_workers() == 3
-        os.sched_setaffinity(0, cpus)
-        for _ in range(200):  # a worker follows when it takes part
-            assert work.right(4)
-            if {status["Cpus_allowed"] for status in tasks()} == {own()}:
-                break
-            time.sleep(0.002)
-        else:
-            sys.exit("workers stay where the first call was")
+        for cpu in sorted(cpus):
+            os.sched_setaffinity(0, {cpu})
+            for _ in range(200):  # a worker follows when it takes part
+                assert work.right(4)
+                if {status["Cpus_allowed"] for status in tasks()} == {own()}:
+                    break
+                time.sleep(0.002)
+            else:
+                sys.exit("workers stay where an earlier call was")
     def own():
         return [line.split()[1] for line in open("/proc/thread-self/status") if line.startswith("Cpus_allowed:")][0]
     in_child(on_one_cpu)
@@ -487,6 +489,30 @@ def test_no_threads_for_small_work(tmp_path):
     assert _core.pool_workers() == 0
     """
     run_program(program, tmp_path)
+
+
+def test_short_calls_with_pauses_wake_nobody(tmp_path):
+    """They would be over before a sleeping worker comes; those that follow each other closely, and long ones, are shared."""
+    program = """
+    def workers_after(calls, pause, shape):
+        def check():
+            _core.pool_always_wake(False)
+            x = np.ones((shape[0], 3 * shape[1]), np.float32)
+            table, scale = np.ones((shape[0], shape[1]), np.float32), np.ones(1, np.float32)
+            k_cache, v_cache = (np.zeros((shape[0], 1, 1, shape[1]), np.int8) for _ in range(2))
+            for _ in range(calls):
+                if pause:
+                    time.sleep(pause)
+                kvquant.dequant_rope_quant_kvcache(
+                    x, table, table, k_cache, v_cache, np.arange(shape[0]), scale, scale, [shape[1]] * 3, cache_mode="page",
+                    num_threads=2)
+            print(_core.pool_workers(), end=" ", flush=True)
+        in_child(check)
+    workers_after(5, 0.002, (1000, 256))  # 0.77 M elements
+    workers_after(200, 0, (200, 64))
+    workers_after(2, 0.002, (1400, 256))  # 1.08 M
+    """
+    assert run_program("import numpy as np\n" + textwrap.dedent(program), tmp_path).startswith("0 1 1 ")
 
 
 # Manners -------------------------------------------------------------------------------------------------------------

@@ -40,11 +40,15 @@ struct Cpus {
   void apply() const noexcept { sched_setaffinity(0, sizeof(set), &set); }
   int count() const noexcept { return CPU_COUNT(&set); }
   bool operator==(const Cpus& other) const noexcept { return CPU_EQUAL(&set, &other.set); }
+  static int current() noexcept { return sched_getcpu(); }
+  void remove(int cpu) noexcept { CPU_CLR(static_cast<std::size_t>(cpu), &set); }
 #else
   bool read() noexcept { return false; }
   void apply() const noexcept {}
   int count() const noexcept { return 0; }
   bool operator==(const Cpus&) const noexcept { return true; }
+  static int current() noexcept { return -1; }
+  void remove(int) noexcept {}
 #endif
 };
 
@@ -62,16 +66,18 @@ void pause() noexcept {
 #endif
 }
 
+using Clock = std::chrono::steady_clock;
+
 // Whether `done` came true within kSpin.
 template <class Done>
 bool spin(Done done) noexcept {
-  const auto end = std::chrono::steady_clock::now() + kSpin;
+  const auto end = Clock::now() + kSpin;
   do {
     for (int i = 0; i < 16; ++i) {
       if (done()) return true;
       pause();
     }
-  } while (std::chrono::steady_clock::now() < end);
+  } while (Clock::now() < end);
   return false;
 }
 
@@ -90,6 +96,7 @@ struct Job {
   std::int64_t min_piece, max_piece;  // tokens
   Cpus cpus;  // the caller's
   bool has_cpus;
+  int cpu;  // that the caller is on; -1: not known
   bool spins;  // a CPU for each thread: nobody is kept from work by one that spins
 };
 
@@ -112,8 +119,9 @@ struct Pool {
 // Plain pointers and flags without destructors: nothing here is torn down while the process ends.
 std::atomic<Pool*> the_pool{nullptr};
 std::atomic<bool> owned{false};
-std::atomic<bool> starts_refused{false};
+std::atomic<bool> starts_refused{false}, always_wakes{false};
 std::atomic<int> limit{0};  // 0: not read yet
+std::atomic<Clock::rep> last_end{0};  // when the last call that wanted threads was done: from then on workers spin
 
 void forget() noexcept {
   the_pool.store(nullptr, std::memory_order_relaxed);
@@ -161,14 +169,24 @@ std::uint64_t await_job(Pool& pool, std::uint64_t seen, bool spins) noexcept {
   return pool.gate.load(std::memory_order_acquire);
 }
 
+// Moves the calling worker to the CPUs of the job's caller, but not onto the one that the caller itself is on: a system that
+// sees no common cache wakes it right there, and then both take turns until the load is balanced, milliseconds later.
+void follow(const Job& job, Cpus& callers) noexcept {
+  if (!job.has_cpus || (job.cpus == callers && (job.cpu < 0 || job.cpu != Cpus::current()))) return;
+  callers = job.cpus;
+  Cpus own = callers;
+  if (job.cpu >= 0 && own.count() > 1) own.remove(job.cpu);
+  own.apply();
+}
+
 void* work(void* given) noexcept {
   Pool& pool = *static_cast<Pool*>(given);
   const int index = pool.numbers.fetch_add(1, std::memory_order_relaxed);
 #if defined(__linux__)
   pthread_setname_np(pthread_self(), "kvquant");
 #endif
-  Cpus own;
-  own.read();
+  Cpus callers;
+  callers.read();
   std::uint64_t seen = 0;
   bool spins = false;
   for (;;) {
@@ -180,10 +198,7 @@ void* work(void* given) noexcept {
     seen = number(gate);
     if (vacancies(gate) == 0) continue;  // came late: the job is closed, or has enough workers
     wake_two(pool, vacancies(gate) - 1);
-    if (pool.job.has_cpus && !(pool.job.cpus == own)) {
-      own = pool.job.cpus;
-      own.apply();
-    }
+    follow(pool.job, callers);
     spins = pool.job.spins;
     run_shares(pool, index % pool.job.threads);
     if (inside(pool.gate.fetch_sub(kInside, std::memory_order_acq_rel)) == 1) {
@@ -255,15 +270,22 @@ int automatic_threads(std::int64_t elements) noexcept {
   return elements / kShare < count ? static_cast<int>(elements / kShare) : count;
 }
 
+bool worth_sharing(std::int64_t elements) noexcept {
+  if (elements >= kWorthWaking || always_wakes.load(std::memory_order_relaxed)) return true;
+  const Clock::rep since = Clock::now().time_since_epoch().count() - last_end.load(std::memory_order_relaxed);
+  return Clock::duration(since) < kSpin;
+}
+
 void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexcept {
   if (threads > kMaxThreads) threads = kMaxThreads;
   const std::int64_t columns = (plan.heads_q + 2 * plan.heads_kv) * plan.dim;
   const std::int64_t blocks = (prepared.tokens + kBlockTokens - 1) / kBlockTokens;
   if (blocks < threads) threads = static_cast<int>(blocks);
   Pool* const pool = threads > 1 ? acquire(threads - 1) : nullptr;
+  const auto leave = [] { last_end.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); };
   if (!pool) {
     run(plan, prepared, 0, prepared.tokens);
-    return;
+    return leave();
   }
   const auto places = static_cast<std::uint64_t>(threads - 1);
   Job& job = pool->job;
@@ -274,6 +296,7 @@ void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexc
   if (job.min_piece < kBlockTokens) job.min_piece = kBlockTokens;
   job.max_piece = kMaxPiece / columns;
   job.has_cpus = job.cpus.read();
+  job.cpu = Cpus::current();
   job.spins = threads <= cpu_count(job.cpus);
   for (int i = 0; i < threads; ++i) {
     pool->shares[i].next.store(i * blocks / threads * kBlockTokens, std::memory_order_relaxed);
@@ -294,6 +317,7 @@ void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexc
     pool->left.wait(lock, is_empty);
   }
   owned.store(false, std::memory_order_release);
+  leave();
 }
 
 int worker_count() noexcept {
@@ -302,6 +326,8 @@ int worker_count() noexcept {
 }
 
 void refuse_starts(bool refuse) noexcept { starts_refused.store(refuse, std::memory_order_relaxed); }
+
+void always_wake(bool always) noexcept { always_wakes.store(always, std::memory_order_relaxed); }
 
 void hold_locks(int milliseconds) noexcept {
   while (owned.exchange(true, std::memory_order_acquire)) pause();

@@ -145,6 +145,10 @@ TEST_CASE("pool: calls with pauses, so that workers sleep between them") {
 
 TEST_CASE("pool: the number of threads") {
   CHECK(pool::thread_limit() == pool::kMaxThreads);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  CHECK(pool::choose_threads(8, 4096, pool::kWorthWaking - 1) == 1);
+  CHECK(pool::choose_threads(8, 4096, pool::kWorthWaking) == 8);
+  pool::always_wake(true);
   CHECK(pool::choose_threads(1, 4096, 1 << 30) == 1);
   CHECK(pool::choose_threads(8, 4096, 100) == 8);
   CHECK(pool::choose_threads(8, 4, 100) == 1);
