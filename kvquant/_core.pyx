@@ -6,13 +6,13 @@
 Arrays are read through NumPy's C API: one typed memoryview argument would cost more than the whole argument list does.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport free
+from libc.stdlib cimport free, malloc
 from libcpp.atomic cimport atomic, memory_order_relaxed
 cimport cython
 from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from cpython.ref cimport Py_INCREF
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 cimport numpy as cnp
 
@@ -376,6 +376,8 @@ cdef int fill_request(Request* r, x, cos, sin, k_cache, v_cache, indices, scale_
     set_options(r, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index, allow_duplicates, vendor_limits, isa)
     set_out(r, out)
     set_threads(r, num_threads)
+    if r.tensors:
+        refuse_gradients(r)
     return 0
 
 
@@ -424,7 +426,7 @@ cdef object output(Request* r, Call* call, Argument argument):
     like = <object>r.arrays[<int>Argument.cos]
     if r.tensors:
         none.ndim = 1
-        return empty_tensor(like, view[0] if wanted else none, argument, &call.data[i])
+        return empty_tensor(like, r.operands.view[<int>Argument.cos].dtype, view[0] if wanted else none, &call.data[i])
     if not wanted:
         return cnp.PyArray_SimpleNewFromData(1, &no_elements, cnp.PyArray_TYPE(<cnp.ndarray>like), &nothing)
     array = empty_output(<cnp.ndarray>like, view[0])
@@ -433,7 +435,7 @@ cdef object output(Request* r, Call* call, Argument argument):
 
 
 cdef object execute(Request* r, void* indices=NULL):
-    """prepare and run a checked request, with other indices if any; returns (q, k, v, k_cache, v_cache)."""
+    """prepare and run a checked request, with other indices if any; returns (q, k, v, k_cache, v_cache), PyTorch's op (q, k, v)."""
     cdef const CorePlan* plan = r.plan
     cdef Prepared prepared
     cdef Call* call = &prepared.call
@@ -473,10 +475,13 @@ cdef object execute(Request* r, void* indices=NULL):
         free(workspace)
     if status.code != Code.ok:
         raise_status(status, None)
-    result = (q, k, v, <object>r.arrays[<int>Argument.k_cache], <object>r.arrays[<int>Argument.v_cache])
-    if r.tensors:
-        increment_version(result)  # autograd then knows that what it saved of them has changed
-    return result
+    k_cache, v_cache = <object>r.arrays[<int>Argument.k_cache], <object>r.arrays[<int>Argument.v_cache]
+    if not r.tensors:
+        return q, k, v, k_cache, v_cache
+    # Autograd then knows that what it saved of these has changed; of new tensors it has saved nothing.
+    increment_version((q, k, v, k_cache, v_cache) if r.arrays[<int>Argument.q] or r.arrays[<int>Argument.k]
+                      or r.arrays[<int>Argument.v] else (k_cache, v_cache))
+    return (q, k, v, k_cache, v_cache) if r.direct else (q, k, v)
 
 
 def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None,
@@ -606,6 +611,8 @@ cdef class Plan:
             r.threads = self.bound.threads
         else:
             set_threads(&r, num_threads)
+        if r.tensors:
+            refuse_gradients(&r)
         if same_metadata(r, self.bound.operands, self.bound.options):
             r.plan = self.bound.plan
         else:

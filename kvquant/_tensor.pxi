@@ -14,27 +14,54 @@ cdef extern from *:
       std::int64_t *shape, *strides;  // owned by the tensor; strides in elements
       std::uint64_t byte_offset;
     };
+    struct KvquantDLManaged {
+      std::uint32_t major, minor;
+      void* context;
+      void (*deleter)(KvquantDLManaged* self);
+      std::uint64_t flags;
+      KvquantDLTensor tensor;
+    };
     struct KvquantDLExchange {
       std::uint32_t major, minor;
       KvquantDLExchange* previous;
-      void *allocate, *export_managed, *import_managed;
-      int (*dltensor_from_object)(void* object, KvquantDLTensor* out);  // -1 with a Python exception set
+      void *allocate, *export_managed;
+      int (*object_from_managed)(KvquantDLManaged* stolen, void** object);  // this and the next: -1 with a Python exception set
+      int (*dltensor_from_object)(void* object, KvquantDLTensor* out);
       void* current_stream;
+    };
+    // A result: what DLPack says of it, followed by its elements. One allocation, which the tensor made of it frees.
+    struct KvquantResult {
+      KvquantDLManaged managed;
+      std::int64_t shape[4], strides[4];
+      static void release(KvquantDLManaged* self) { std::free(self); }
     };
     """
     cdef struct KvquantDLTensor:
         void* data
-        int32_t device_type
+        int32_t device_type, device_id
         int32_t ndim
         uint8_t code, bits
         uint16_t lanes
         int64_t* shape
         int64_t* strides
         uint64_t byte_offset
+    cdef struct KvquantDLManaged:
+        uint32_t major, minor
+        void* context
+        void (*deleter)(KvquantDLManaged*) noexcept nogil
+        uint64_t flags
+        KvquantDLTensor tensor
     cdef struct KvquantDLExchange:
         uint32_t major
         KvquantDLExchange* previous
+        int (*object_from_managed)(KvquantDLManaged*, void**) except -1
         int (*dltensor_from_object)(void*, KvquantDLTensor*) except -1
+    cdef cppclass KvquantResult:
+        KvquantDLManaged managed
+        int64_t[4] shape
+        int64_t[4] strides
+        @staticmethod
+        void release(KvquantDLManaged*) noexcept nogil
 
 cdef enum:
     kDLCPU = 1
@@ -120,12 +147,25 @@ cdef int fill_tensor(View* view, object given, Argument argument, bint direct) e
     if view.data == NULL and given._is_zerotensor():
         raise ValueError(f"{name_of(argument)}: expected a tensor with memory, got a zero tensor (use clone())")
     if view.dtype == DType.int8 or view.dtype == DType.int32 or view.dtype == DType.int64:
-        return 0  # integers have neither gradients nor lazy negation
-    if given.requires_grad and grad_enabled():
-        raise ValueError(f"{name_of(argument)}: expected a tensor that requires no grad, as there is no backward pass; "
-                         "got requires_grad=True (detach it, or call under torch.no_grad())")
+        return 0  # integers have no lazy negation
     if direct and given.is_neg():
         raise ValueError(f"{name_of(argument)}: expected a tensor without lazy negation, got is_neg() (use resolve_neg())")
+    return 0
+
+
+cdef int refuse_gradients(Request* r) except -1:
+    """ValueError if gradients are enabled and an operand requires them."""
+    cdef View* view
+    cdef int i
+    if not grad_enabled():
+        return 0
+    for i in range(kOperandCount):
+        view = &r.operands.view[i]
+        if r.arrays[i] == NULL or view.dtype == DType.int8 or view.dtype == DType.int32 or view.dtype == DType.int64:
+            continue  # integers have no gradients
+        if (<object>r.arrays[i]).requires_grad:
+            raise ValueError(f"{name_of(<Argument>i)}: expected a tensor that requires no grad, as there is no backward pass; "
+                             "got requires_grad=True (detach it, or call under torch.no_grad())")
     return 0
 
 
@@ -147,18 +187,43 @@ cdef int fill_from_attributes(View* view, object given, Argument argument) excep
     return 0
 
 
-cdef object empty_tensor(object like, const View& view, Argument argument, void** data):
-    """A new contiguous tensor of the dtype of `like` and the shape of `view`; `data` becomes its address."""
+cdef object empty_tensor(object like, DType dtype, const View& view, void** data):
+    """A new contiguous tensor of `dtype`, that of `like`, and the shape of `view`; `data` becomes its address."""
     cdef View made
-    if view.ndim == 4:  # PyTorch parses a tuple more slowly than single integers
-        result = like.new_empty(view.shape[0], view.shape[1], view.shape[2], view.shape[3])
-    elif view.ndim == 3:
-        result = like.new_empty(view.shape[0], view.shape[1], view.shape[2])
-    else:
-        result = like.new_empty(0)
-    fill_tensor(&made, result, argument, False)
+    if exchange != NULL:
+        return import_tensor(dtype, view, data)
+    result = like.new_empty([view.shape[i] for i in range(view.ndim)])
+    fill_tensor(&made, result, Argument.q, False)
     data[0] = made.data
     return result
+
+
+cdef object import_tensor(DType dtype, const View& view, void** data):
+    """empty_tensor with memory that is ours until PyTorch frees the tensor: half the time of new_empty."""
+    cdef int64_t item = 4 if dtype == DType.float32 else 2, stride = 1
+    cdef double bytes = item
+    cdef int i
+    cdef void* made = NULL
+    for i in range(view.ndim):
+        bytes *= view.shape[i]
+    # malloc, as glibc's aligned_alloc takes ten times as long; PyTorch's own tensors start at multiples of 64, too.
+    cdef KvquantResult* result = <KvquantResult*>(malloc(sizeof(KvquantResult) + 63 + <size_t>bytes) if bytes < 2.0**60 else NULL)
+    if result == NULL:
+        raise MemoryError(f"kvquant: no memory for a result of {bytes:.0f} bytes")
+    data[0] = <void*>((<uintptr_t>(result + 1) + 63) // 64 * 64) if bytes else NULL
+    result.managed.major, result.managed.minor, result.managed.flags = 1, 0, 0
+    result.managed.context, result.managed.deleter = NULL, KvquantResult.release
+    cdef KvquantDLTensor* t = &result.managed.tensor
+    t.data, t.byte_offset, t.device_type, t.device_id = data[0], 0, kDLCPU, 0
+    t.code, t.bits, t.lanes = kDLBfloat if dtype == DType.bfloat16 else kDLFloat, <uint8_t>(8 * item), 1
+    t.ndim, t.shape, t.strides = view.ndim, result.shape, result.strides
+    for i in range(view.ndim - 1, -1, -1):
+        result.shape[i], result.strides[i] = view.shape[i], stride
+        stride *= view.shape[i] if view.shape[i] > 1 else 1
+    exchange.object_from_managed(&result.managed, &made)
+    tensor = <object>made
+    Py_DECREF(tensor)  # `made` came with a reference
+    return tensor
 
 
 def tensor_call(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None, offset_v=None,
@@ -172,7 +237,7 @@ def tensor_call(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_s
                  activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
                  allow_duplicates, vendor_limits, None, num_threads, isa)
     check_plan(&r, False)
-    return execute(&r)[:3]
+    return execute(&r)
 
 
 def tensor_plan(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None, offset_v=None,

@@ -10,6 +10,7 @@ import kvquant
 import numpy as np
 import pytest
 from cases import OPTIONS, PAIRS, Case, all_pairs, build, difference
+from test_leaks import resident
 
 torch = pytest.importorskip("torch", reason="needs PyTorch", exc_type=ImportError)
 import kvquant.torch  # noqa: E402
@@ -135,6 +136,45 @@ def test_autograd_sees_that_the_caches_changed():
     kvquant.torch.dequant_rope_quant_kvcache(**given)
     kvquant.torch.plan(**given).run()
     assert (given["k_cache"]._version, given["v_cache"]._version) == (before[0] + 2, before[1] + 2)
+
+
+def test_results_are_ordinary_tensors(pair):
+    """Aligned, contiguous memory of their own, which outlives the operands and goes with the last tensor that shares it."""
+    given = tensors(small(pair, tokens=64))
+    results = kvquant.torch.dequant_rope_quant_kvcache(**given)[:3]
+    bytes_ = [array(result).tobytes() for result in results]
+    del given
+    views = [result.flatten()[1:] for result in results]
+    for result in results:
+        assert type(result) is torch.Tensor and result.is_contiguous() and result.data_ptr() % 64 == 0 and result._version == 0
+        assert not result.requires_grad and result.storage_offset() == 0
+        assert result.untyped_storage().nbytes() == result.numel() * result.element_size()
+    del results
+    item = views[0].element_size()
+    assert [array(view).tobytes() for view in views] == [all_[item:] for all_ in bytes_]
+
+
+def test_memory_of_results_is_freed():
+    given = tensors(small(tokens=64, dim=130))
+
+    def resident_after(calls):
+        for _ in range(calls):
+            results = kvquant.torch.dequant_rope_quant_kvcache(**given)[:3]
+        return resident(), sum(result.nbytes for result in results)
+
+    (before, _), (after, bytes_) = resident_after(100), resident_after(2000)
+    assert after - before < 200 * bytes_
+
+
+def test_no_memory_for_results():
+    """2**52 bytes of q, more than the address space holds, from one row of x."""
+    given = tensors(small(("float32", "float32"), tokens=1, heads=(16, 1), dim=1 << 16, duplicates=True))
+    for name in ("x", "cos", "sin", "indices"):
+        given[name] = given[name].expand(1 << 30, *given[name].shape[1:])
+    before = given["k_cache"].clone(), given["v_cache"].clone()
+    with pytest.raises(MemoryError, match="no memory for a result of 4503599627370496 bytes"):
+        kvquant.torch.dequant_rope_quant_kvcache(**given)
+    assert torch.equal(before[0], given["k_cache"]) and torch.equal(before[1], given["v_cache"])
 
 
 # torch_npu's functions -----------------------------------------------------------------------------------------------
@@ -363,6 +403,7 @@ def test_plan_writes_to_out_and_refuses_arrays():
     built.restore()
     result = plan.run(out=out)
     assert all(given is got for given, got in zip(out, result))
+    assert [tensor._version for tensor in out] == [1, 1, 1]  # what autograd saved of them has changed
     caches = (built.arguments["k_cache"], built.arguments["v_cache"])
     assert difference(expected, built.observe((*map(array, out), *caches))) is None
     with pytest.raises(TypeError, match="^indices: expected a torch.Tensor, got ndarray"):
