@@ -100,10 +100,10 @@ def plan(
 # For kvquant.torch, which has the types that callers see.
 def use_tensors(type_: type, is_grad_enabled: Any, increment: Any, dtypes: dict[str, Any], capsule: Any) -> bool: ...
 def tensor_call(
-    x: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, indices: Any, scale_k: Any, scale_v: Any, size_splits: Any, *,
+    x: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, indices: Any, scale_k: Any, scale_v: Any, size_splits: Any,
     offset_k: Any = None, offset_v: Any = None, weight_scale: Any = None, activation_scale: Any = None, bias: Any = None,
-    positions: Any = None, quant_mode: Any = 0, input_layout: Any = "BSND", kv_output: Any = False,
-    cache_mode: Any = "contiguous", numerics: Any = "fp32", padding_index: Any = None, allow_duplicates: Any = False,
+    quant_mode: Any = 0, input_layout: Any = "BSND", kv_output: Any = False, cache_mode: Any = "contiguous",
+    numerics: Any = "fp32", positions: Any = None, padding_index: Any = None, allow_duplicates: Any = False,
     vendor_limits: Any = False, num_threads: Any = None, isa: Any = None,
 ) -> tuple[Any, Any, Any]: ...
 def tensor_plan(

@@ -226,11 +226,11 @@ cdef object import_tensor(DType dtype, const View& view, void** data):
     return tensor
 
 
-def tensor_call(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, *, offset_k=None, offset_v=None,
-                weight_scale=None, activation_scale=None, bias=None, positions=None, quant_mode=0, input_layout="BSND",
-                kv_output=False, cache_mode="contiguous", numerics="fp32", padding_index=None, allow_duplicates=False,
+def tensor_call(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k=None, offset_v=None,
+                weight_scale=None, activation_scale=None, bias=None, quant_mode=0, input_layout="BSND", kv_output=False,
+                cache_mode="contiguous", numerics="fp32", positions=None, padding_index=None, allow_duplicates=False,
                 vendor_limits=False, num_threads=None, isa=None):
-    """dequant_rope_quant_kvcache over torch tensors; returns (q, k, v), new tensors. See kvquant.torch."""
+    """dequant_rope_quant_kvcache over torch tensors in the order of the op's schema; returns (q, k, v), new tensors."""
     cdef Request r
     r.tensors = True
     fill_request(&r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale,

@@ -3,7 +3,9 @@
 Needs PyTorch; nothing else in kvquant does. Tensors are read and written in place, never copied; any strides that the contract
 allows (docs/contract.md, I5) work, so K and V may be views of one cache. There is no backward pass.
 
-The op is torch.ops.kvquant.dequant_rope_quant_kvcache: it writes k_cache and v_cache and returns q, k and v, new tensors.
+The op is torch.ops.kvquant.dequant_rope_quant_kvcache: it writes k_cache and v_cache and returns q, k and v, new tensors. Its
+overload `default` has torch_npu's arguments and numerics, `full` all of kvquant's, as each argument that an op has costs PyTorch
+50 ns per call even where it is left out.
 """
 from collections.abc import Sequence
 from typing import Any
@@ -34,27 +36,27 @@ _core.use_tensors(
 # The op -----------------------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("kvquant", "DEF")
-_library.define(
-    "dequant_rope_quant_kvcache(Tensor x, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor indices, "
-    "Tensor scale_k, Tensor scale_v, int[] size_splits, *, Tensor? offset_k=None, Tensor? offset_v=None, "
-    "Tensor? weight_scale=None, Tensor? activation_scale=None, Tensor? bias=None, Tensor? positions=None, int quant_mode=0, "
-    'str input_layout="BSND", bool kv_output=False, str cache_mode="contiguous", str numerics="fp32", int? padding_index=None, '
-    "bool allow_duplicates=False, bool vendor_limits=False, int? num_threads=None, str? isa=None) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+_arguments = (
+    "Tensor x, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor indices, Tensor scale_k, Tensor scale_v, "
+    "int[] size_splits, Tensor? offset_k=None, Tensor? offset_v=None, Tensor? weight_scale=None, Tensor? activation_scale=None, "
+    'Tensor? bias=None, int quant_mode=0, str input_layout="BSND", bool kv_output=False, str cache_mode="contiguous", '
+    'str numerics="fp32"'
 )
-# For every device: a tensor that is not on the CPU then gets kvquant's error, which names the argument.
-_library.impl("dequant_rope_quant_kvcache", _core.tensor_call, "CompositeExplicitAutograd")
+_more_arguments = (
+    ", Tensor? positions=None, int? padding_index=None, bool allow_duplicates=False, bool vendor_limits=False, "
+    "int? num_threads=None, str? isa=None"
+)
 
 
-@torch.library.register_fake("kvquant::dequant_rope_quant_kvcache", lib=_library)
 def _shapes(
     x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, scale_k: Tensor, scale_v: Tensor,
-    size_splits: Sequence[int], *, kv_output: bool = False, **others: Any,
+    size_splits: Sequence[int], offset_k: Tensor | None = None, offset_v: Tensor | None = None,
+    weight_scale: Tensor | None = None, activation_scale: Tensor | None = None, bias: Tensor | None = None, quant_mode: int = 0,
+    input_layout: str = "BSND", kv_output: bool = False, cache_mode: str = "contiguous", numerics: str = "fp32",
+    positions: Tensor | None = None, *others: Any, **more: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Results without values, for tracing; the checks that tracing would otherwise pass by."""
-    named = {"x": x, "cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache, "indices": indices, "scale_k": scale_k,
-             "scale_v": scale_v, **others}  # fmt: skip
-    for name, value in named.items():
+    for name, value in tuple(locals().items()):
         if isinstance(value, Tensor):
             if value.device.type != "cpu":
                 raise ValueError(f"{name}: expected a CPU tensor, got one on {value.device}")
@@ -66,20 +68,32 @@ def _shapes(
     return cos.new_empty((*x.shape[:-1], size_splits[0] // dim, dim)), cos.new_empty(kv_shape), cos.new_empty(kv_shape)
 
 
-# Functions ---------------------------------------------------------------------------------------------------------------
+def _define(overload: str, arguments: str) -> Any:
+    name = "dequant_rope_quant_kvcache" + overload
+    _library.define(f"{name}({arguments}) -> (Tensor, Tensor, Tensor)",
+                    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))  # fmt: skip
+    # For every device: a tensor that is not on the CPU then gets kvquant's error, which names the argument.
+    _library.impl(name, _core.tensor_call, "CompositeExplicitAutograd")
+    torch.library.register_fake("kvquant::" + name, _shapes, lib=_library)
+    return getattr(torch.ops.kvquant.dequant_rope_quant_kvcache, overload.removeprefix(".") or "default")
 
-_op = torch.ops.kvquant.dequant_rope_quant_kvcache.default
+
+_op = _define("", _arguments)
+_full_op = _define(".full", _arguments + _more_arguments)
+_full_only = frozenset(("positions", "padding_index", "allow_duplicates", "vendor_limits", "num_threads", "isa"))
+
+# Functions ---------------------------------------------------------------------------------------------------------------
 
 
 def dequant_rope_quant_kvcache(
     x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, scale_k: Tensor, scale_v: Tensor,
-    size_splits: Sequence[int], **options: Any,
+    size_splits: Sequence[int], *, offset_k: Tensor | None = None, offset_v: Tensor | None = None,
+    weight_scale: Tensor | None = None, activation_scale: Tensor | None = None, bias: Tensor | None = None, **options: Any,
 ) -> _Result:  # fmt: skip
     """kvquant.dequant_rope_quant_kvcache for CPU tensors: the same shapes, dtypes, options, bytes and errors.
 
-    options: offset_k, offset_v, weight_scale, activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode,
-    numerics, padding_index, allow_duplicates, vendor_limits, num_threads and isa; no `out` (see plan). Those left out are not
-    passed on, which saves a third of the call's overhead.
+    options: positions, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index, allow_duplicates, vendor_limits,
+    num_threads and isa; no `out` (see plan). Each one given costs PyTorch 0.4 us, so those left out are not passed on.
 
     bfloat16 is torch.bfloat16. Returns (q, k, v, k_cache, v_cache): three new tensors, k and v of shape (0,) without kv_output, and
     the caches passed in, written in place. As with tensors from NumPy, resize_() cannot make the new ones larger. Works under
@@ -88,9 +102,16 @@ def dequant_rope_quant_kvcache(
     Raises what kvquant.dequant_rope_quant_kvcache raises, before anything is written; also ValueError for a tensor that is not on
     the CPU, and for one that requires grad while gradients are enabled. An argument that is no tensor is PyTorch's RuntimeError.
     """
-    if options.get("quant_mode") == "static":
-        options["quant_mode"] = 0
-    q, k, v = _op(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, **options)
+    op = _op
+    if options:
+        if options.get("quant_mode") == "static":
+            options["quant_mode"] = 0
+        if not _full_only.isdisjoint(options):
+            op = _full_op
+    q, k, v = op(
+        x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale, activation_scale,
+        bias, **options,
+    )  # fmt: skip
     return q, k, v, k_cache, v_cache
 
 
@@ -105,9 +126,8 @@ def npu_dequant_rope_quant_kvcache(
     A test of NPU code changes one import. `numerics` is ours: "ascend" makes the roundings of the published NPU kernel (C7).
     """
     q, k, v = _op(
-        x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k=offset_k, offset_v=offset_v,
-        weight_scale=weight_scale, activation_scale=activation_scale, bias=bias, quant_mode=quant_mode,
-        input_layout=input_layout, kv_output=kv_output, cache_mode=cache_mode, numerics=numerics,
+        x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale, activation_scale,
+        bias, quant_mode, input_layout, kv_output, cache_mode, numerics,
     )  # fmt: skip
     return q, k, v, k_cache, v_cache
 
@@ -121,8 +141,8 @@ def npu_rope_quant_kvcache(
     if getattr(x, "dtype", None) is torch.int32:  # the op would ask for weight_scale
         raise TypeError("x: expected the dtype of cos, got int32, which npu_dequant_rope_quant_kvcache takes")
     q, k, v = _op(
-        x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k=offset_k, offset_v=offset_v,
-        quant_mode=quant_mode, input_layout=input_layout, kv_output=kv_output, cache_mode=cache_mode, numerics=numerics,
+        x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, None, None, None, quant_mode,
+        input_layout, kv_output, cache_mode, numerics,
     )  # fmt: skip
     return q, k, v, k_cache, v_cache
 

@@ -15,7 +15,7 @@ from test_leaks import resident
 torch = pytest.importorskip("torch", reason="needs PyTorch", exc_type=ImportError)
 import kvquant.torch  # noqa: E402
 
-OP = torch.ops.kvquant.dequant_rope_quant_kvcache.default
+OP = torch.ops.kvquant.dequant_rope_quant_kvcache
 # What tensors cannot have: negative strides, strides that are no whole number of elements. `out` belongs to plans.
 LAYOUTS = OPTIONS | {
     "layout": [layout for layout in OPTIONS["layout"] if layout != "reversed"],
@@ -68,11 +68,10 @@ def small(pair=("int32", "float16"), **options):
     return build(Case(pair=pair, **case | options))
 
 
-def split(given):
-    """Positional and keyword arguments of the op."""
-    names = [argument.name for argument in OP._schema.arguments if not argument.kwarg_only]
-    given = {name: value for name, value in given.items() if value is not None}
-    return tuple(given.pop(name) for name in names), given
+def split(given, op):
+    """Positional and keyword arguments of an overload of the op, which may have fewer than `given`."""
+    given = {a.name: given[a.name] for a in op._schema.arguments if given.get(a.name) is not None}
+    return tuple(given.pop(a.name) for a in op._schema.arguments if not a.has_default_value()), given
 
 
 # Bytes ----------------------------------------------------------------------------------------------------------------
@@ -217,8 +216,50 @@ def test_torch_npu_functions(numerics, pair):
     "options", [{}, {"rank": 3, "kv_output": False}, {"tables": "half"}, {"layout": "interleaved"}, {"tokens": 0}], ids=str
 )
 def test_opcheck(options, pair):
-    args, kwargs = split(tensors(small(pair, **options)))
-    torch.library.opcheck(OP, args, kwargs)
+    given = tensors(small(pair, **options))
+    for op in [OP.full] if "tables" in options else [OP.default, OP.full]:
+        args, kwargs = split(given, op)
+        torch.library.opcheck(op, args, kwargs)
+
+
+def test_overloads_have_the_arguments_of_the_functions():
+    """Names, order and defaults of torch_npu's function in `default`; in `full`, which leads to the kernel's, all of kvquant's."""
+    default, full = ([(a.name, a.default_value) for a in op._schema.arguments] for op in (OP.default, OP.full))
+    empty = inspect.Parameter.empty
+
+    def parameters(function):
+        found = inspect.signature(function).parameters.values()
+        return [(p.name, None if p.default is empty else p.default) for p in found if p.name != "out"]
+
+    assert default == parameters(kvquant.torch.npu_dequant_rope_quant_kvcache) == full[: len(default)]
+    assert full == parameters(kvquant._core.tensor_call)
+    assert sorted(full) == sorted(parameters(kvquant.dequant_rope_quant_kvcache)) == sorted(parameters(kvquant.torch.plan))
+    assert kvquant.torch._full_only == {name for name, _ in full[len(default) :]}
+
+
+def test_the_op_itself(pair):
+    """By keyword, where options lead to the overload that has them, and all by position."""
+
+    def by_keyword(**given):
+        given = {name: value for name, value in given.items() if value is not None and value is not False}
+        return *OP(**given), given["k_cache"], given["v_cache"]
+
+    def by_position(**given):
+        values = {a.name: a.default_value for a in OP.full._schema.arguments} | given
+        return *OP.full(*values.values()), given["k_cache"], given["v_cache"]
+
+    for padding in (False, True):
+        built = small(pair, padding=padding)
+        expected = built.run(kvquant.reference.dequant_rope_quant_kvcache)
+        for function in (by_keyword, by_position):
+            assert difference(expected, run_tensors(built, function)) is None
+
+
+def test_transforms_are_warned_of():
+    """torch.func hides from the op that its tensors require grad; PyTorch then warns, unless the op hides from autograd."""
+    given = tensors(small(("float32", "float32")))
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+        torch.func.grad(lambda x: kvquant.torch.dequant_rope_quant_kvcache(**given | {"x": x})[0].sum())(given["x"])
 
 
 def test_fake_tensors_have_the_real_shapes(pair):
