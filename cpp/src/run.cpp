@@ -103,10 +103,12 @@ void run(const Plan& plan, const Prepared& prepared, std::int64_t first, std::in
   std::int64_t written = 0;
   for (std::int64_t t = first; t < last; t += detail::kGroup) {
     detail::form_group(plan, prepared, t, last - t < detail::kGroup ? last - t : detail::kGroup, group);
+    const detail::Token* const all_tokens[3] = {group.tokens[0], group.tokens[1], group.tokens[2]};
+    if (plan.cached) written += plan.cached(parts, all_tokens, group.cached);
     for (int i = 0; i < 3; ++i) {
       const detail::Stream& stream = plan.streams[i];
       const detail::Token* const tokens = group.tokens[i];
-      if (group.cached > 0) written += stream.cached(parts[i], tokens, group.cached);
+      if (group.cached > 0 && !plan.cached) written += stream.cached(parts[i], tokens, group.cached);
       if (group.cached < group.count && stream.uncached)
         stream.uncached(parts[i], tokens + group.cached, group.count - group.cached);
     }

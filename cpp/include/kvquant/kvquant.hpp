@@ -170,6 +170,7 @@ struct Target;
 struct Part;
 struct Token;
 using Kernel = std::int64_t (*)(const Part&, const Token*, std::int64_t);
+using KernelOfAll = std::int64_t (*)(const Part* parts, const Token* const* tokens, std::int64_t count);  // of Q, K and V
 
 // The bytes that an operand occupies, relative to its data pointer: [low, high). Empty (0, 0) if it has no elements.
 struct Interval {
@@ -214,6 +215,7 @@ struct Plan {
   bool use_reciprocals = false;           // this CPU divides slowly: same bits by multiplications where they are certain
   const detail::Target* target = nullptr;
   detail::Stream streams[3] = {};
+  detail::KernelOfAll cached = nullptr;        // if not null, in place of the streams' cached ones
   detail::ChannelSteps channel_steps[4] = {};  // of scale_k, scale_v, offset_k, offset_v
   detail::Extents extents = {};                // for this B and S
 };

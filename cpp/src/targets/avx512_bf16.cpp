@@ -1,4 +1,4 @@
-// Target "avx512_bf16": AVX-512 with native bfloat16 conversion, and a part of its own for Q of bfloat16 x.
+// Target "avx512_bf16": AVX-512 with native bfloat16 conversion, and kernels of its own for bfloat16 x.
 #include <immintrin.h>
 
 #include "../kernel.hpp"
@@ -16,6 +16,7 @@ namespace {
 constexpr KernelTable make_bf16_table() {
   KernelTable table = make_table();
   for (auto& sources : table.kernels) sources[kFloat][kBfloat16][kRotateOut] = rotate_out_bfloat16;
+  table.together_bfloat16 = together_bfloat16;
   return table;
 }
 }  // namespace
