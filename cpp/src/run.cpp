@@ -47,47 +47,73 @@ Part part_of(const Plan& plan, const Prepared& prepared, int index) {
   return part;
 }
 
-// The pointers of the tokens t = first, first + 1, ...
-void form_group(const Plan& plan, const Prepared& prepared, std::int64_t first, std::int64_t count, Group& group) {
-  const Call& call = prepared.call;
-  const auto length = static_cast<std::uint32_t>(call.sequence), token = static_cast<std::uint32_t>(first);  // at most 2^30
-  std::int64_t b = token / length, s = token % length;
-  const auto row_of = [&](const void* data, std::int64_t batch, std::int64_t sequence) {
-    return static_cast<const char*>(data) + (b * batch + s * sequence);
-  };
-  const auto* const activation_scale = plan.integer_x ? call[Argument::activation_scale] : nullptr;
-  const std::int64_t activation_stride = plan.operands[Argument::activation_scale].strides[0];
-  const std::int64_t *const cos = plan.operands[Argument::cos].strides, *const sin = plan.operands[Argument::sin].strides;
-  std::int64_t cached = 0, uncached = count;
-  for (std::int64_t t = first; t < first + count; ++t) {
-    std::int8_t* const rows[3] = {nullptr, prepared.k_rows[t], prepared.v_rows[t]};  // both null or none
-    const std::int64_t at = rows[1] ? cached++ : --uncached;
-    Token common;
-    if (prepared.cos_rows) {
-      common.cos = prepared.cos_rows[t];
-      common.sin = prepared.sin_rows[t];
-    } else {
-      common.cos = row_of(call[Argument::cos], cos[0], plan.three_d ? cos[1] : 0);
-      common.sin = row_of(call[Argument::sin], sin[0], plan.three_d ? sin[1] : 0);
-    }
-    common.activation_scale = activation_scale ? read<float>(activation_scale, t * activation_stride) : 1.0f;
+// Goes from token to token, first <= t < last. Addresses are numbers here: a step behind the last token of a sequence may lead
+// anywhere (I5).
+class Walk {
+ public:
+  Walk(const Plan& plan, const Prepared& prepared, std::int64_t first, std::int64_t last)
+      : prepared_(prepared), length_(prepared.call.sequence), last_(last), next_(first) {
+    const auto length = static_cast<std::uint32_t>(length_), token = static_cast<std::uint32_t>(first);  // at most 2^30
+    const std::int64_t b = token / length;
+    sequence_ = token % length;
+    const auto set = [&](int which, const void* data, std::int64_t origin, std::int64_t batch, std::int64_t sequence) {
+      const auto address = [data](std::int64_t bytes) { return data ? static_cast<std::uintptr_t>(bytes) : 0; };  // no elements: 0
+      at_[which] = reinterpret_cast<std::uintptr_t>(data) + address(b * batch + sequence_ * sequence + origin);
+      if (last - first == 1) return;  // no steps: one token in a call is a matter of nanoseconds
+      step_[0][which] = address(sequence);
+      step_[1][which] = address(batch) - address(length_ - 1) * address(sequence);
+    };
+    const Call& call = prepared.call;
     for (int i = 0; i < 3; ++i) {
       const Stream& stream = plan.streams[i];
-      Token& token = group.tokens[i][at];
-      token = common;
-      token.x = row_of(call[stream.argument], stream.batch, stream.sequence) + stream.origin;
-      char* const out = static_cast<char*>(call[kOutputArguments[i]]);  // may be null if it has no elements
-      token.out = out ? out + (b * stream.out_batch + s * stream.out_sequence) : nullptr;
-      token.row = rows[i];
+      set(i, call[stream.argument], stream.origin, stream.batch, stream.sequence);
+      set(kOut + i, call[kOutputArguments[i]], 0, stream.out_batch, stream.out_sequence);
     }
-    if (++s == call.sequence) {
-      s = 0;
-      ++b;
+    for (int i = 0; i < 2; ++i) {
+      const Argument table = i == 0 ? Argument::cos : Argument::sin;
+      const std::int64_t* const strides = plan.operands[table].strides;
+      set(kTables + i, prepared.cos_rows ? nullptr : call[table], 0, strides[0], plan.three_d ? strides[1] : 0);
     }
+    if (!plan.integer_x) return;
+    activation_scale_ = call[Argument::activation_scale];
+    activation_stride_ = plan.operands[Argument::activation_scale].strides[0];
   }
-  group.count = count;
-  group.cached = cached;
-}
+
+  // The pointers of the next `count` tokens.
+  void form_group(std::int64_t count, Group& group) {
+    std::int64_t cached = 0, uncached = count;
+    for (const std::int64_t end = next_ + count; next_ < end; ++next_) {
+      const std::int64_t t = next_;
+      std::int8_t* const rows[3] = {nullptr, prepared_.k_rows[t], prepared_.v_rows[t]};  // both null or none
+      const std::int64_t place = rows[1] ? cached++ : --uncached;
+      const char* const cos = prepared_.cos_rows ? prepared_.cos_rows[t] : reinterpret_cast<const char*>(at_[kTables]);
+      const char* const sin = prepared_.cos_rows ? prepared_.sin_rows[t] : reinterpret_cast<const char*>(at_[kTables + 1]);
+      const float activation_scale = activation_scale_ ? read<float>(activation_scale_, t * activation_stride_) : 1.0f;
+      for (int i = 0; i < 3; ++i)
+        group.tokens[i][place] = {reinterpret_cast<const char*>(at_[i]), cos, sin, reinterpret_cast<char*>(at_[kOut + i]), rows[i],
+                                  activation_scale};
+      if (t + 1 < last_) step();
+    }
+    group.count = count;
+    group.cached = cached;
+  }
+
+ private:
+  void step() {
+    const bool ends = ++sequence_ == length_;
+    if (ends) sequence_ = 0;
+    for (int k = 0; k < kAddresses; ++k) at_[k] += step_[ends][k];
+  }
+
+  enum { kOut = 3, kTables = 6, kAddresses = 8 };  // x of Q, K and V; their outputs; cos and sin
+  const Prepared& prepared_;
+  const std::int64_t length_, last_;
+  std::int64_t next_, sequence_;
+  const void* activation_scale_ = nullptr;
+  std::int64_t activation_stride_ = 0;
+  std::uintptr_t at_[kAddresses];
+  std::uintptr_t step_[2][kAddresses];  // to the next token of a sequence, and to the first one of the next
+};
 
 }  // namespace
 }  // namespace detail
@@ -100,9 +126,10 @@ void run(const Plan& plan, const Prepared& prepared, std::int64_t first, std::in
   const detail::Part parts[3] = {detail::part_of(plan, prepared, 0), detail::part_of(plan, prepared, 1),
                                  detail::part_of(plan, prepared, 2)};
   detail::Group group;
+  detail::Walk walk(plan, prepared, first, last);
   std::int64_t written = 0;
   for (std::int64_t t = first; t < last; t += detail::kGroup) {
-    detail::form_group(plan, prepared, t, last - t < detail::kGroup ? last - t : detail::kGroup, group);
+    walk.form_group(last - t < detail::kGroup ? last - t : detail::kGroup, group);
     const detail::Token* const all_tokens[3] = {group.tokens[0], group.tokens[1], group.tokens[2]};
     if (plan.cached) written += plan.cached(parts, all_tokens, group.cached);
     for (int i = 0; i < 3; ++i) {
