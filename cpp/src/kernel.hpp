@@ -44,7 +44,7 @@ enum Job { kRotateOut, kRotateCache, kRotateCacheOut, kCache, kCacheOut, kOut, k
 // all_good checks `count` float32 by their bits: false if one of them is not finite or, with zero_is_bad = 1, zero.
 struct KernelTable {
   Kernel kernels[2][kSources][kOutputs][kJobs];
-  KernelOfAll together_bfloat16;  // Q, K and V of bfloat16 x, with kRotateOut, kRotateCache and kCache to do; null: apart
+  KernelOfAll together_bfloat16;  // kRotateOut, kRotateCache and kCache of bfloat16 x with D = 64, 128 or 256; null: apart
   bool (*all_good)(const float* values, std::int64_t count, std::uint32_t zero_is_bad);
   bool writes_whole_lines;  // of cache rows at once: half lines, written non-temporally, cost more than they save
 };

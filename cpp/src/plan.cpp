@@ -326,7 +326,8 @@ void Planner::choose_kernels() {
   set(plan_.streams[0], jobs[kRotateOut], jobs[kRotateOut]);
   set(plan_.streams[1], jobs[out ? kRotateCacheOut : kRotateCache], out ? jobs[kRotateOut] : nullptr);
   set(plan_.streams[2], jobs[out ? kCacheOut : kCache], out ? jobs[kOut] : nullptr);
-  plan_.cached = source == kFloat && output == kBfloat16 && !out ? plan_.target->table->together_bfloat16 : nullptr;
+  if (source == kFloat && output == kBfloat16 && !out && (plan_.dim == 64 || plan_.dim == 128 || plan_.dim == 256))
+    plan_.together = plan_.target->table->together_bfloat16;
 }
 
 Status Planner::make() {

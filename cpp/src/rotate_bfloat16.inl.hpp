@@ -1,34 +1,20 @@
-// bfloat16 x and output on AVX512_BF16: Q by the products of pairs, where half a head is a multiple of 32 columns; and Q, K and V
-// of a token together, where heads have 64, 128 or 256 columns and k and v are not wanted. Falls back to the common kernel
-// otherwise, and for what its guards refuse. Included inside an anonymous namespace after kernel.inl.hpp.
+// Q of bfloat16 x on AVX512_BF16: replaces the common kernel where half a head is a multiple of 32 columns, and falls back to
+// it otherwise and for tokens that its guard refuses. Included inside an anonymous namespace after kernel.inl.hpp.
 //
-// vdpbf16ps multiplies two pairs of bfloat16 values and adds both products to a float32, one after the other, which is a rotation
-// if x[j] stands beside x[j + dim/2] and cos beside sin. It rounds to nearest even and flushes subnormals whatever the
-// floating-point state is. 32 columns at a time: two shuffles put them side by side and one instruction narrows the results.
+// 32 columns at a time: two shuffles widen them and one instruction narrows the results. cos and sin stay in registers over
+// all heads.
 //
-// The guards ask for 2^-64 <= |x| < 2^64 and 2^-46 <= |cos|, |sin| < 2^18. Then
-// - products have 16 significant bits and lie in [2^-110, 2^82): exact in float32, so that in whatever order they are added only
-//   the last addition rounds, as C1 wants;
+// The guard asks for 2^-64 <= |x| < 2^64 and 2^-46 <= |cos|, |sin| < 2^18. Then
+// - products have 16 significant bits and lie in [2^-110, 2^82): exact in float32, so that a fused multiply-add gives C1's bits;
 // - sums are multiples of 2^-124 below 2^83: +0 or normal, neither infinite nor NaN, which is what vcvtne2ps2bf16 rounds as
 //   C5 wants.
-// They look at the operands, not at the results, because one result in 70 000 or so is 0.
+// It looks at the operands, not at the results, because one result in 70 000 or so is 0.
 
-// A load of its own, which GCC would else repeat for each use.
-inline __m512i load_words(const char* p) {
-  __m512i words = _mm512_loadu_si512(p);
-  __asm__("" : "+v"(words));
-  return words;
-}
-// Columns first ... first + 15 of both in pairs.
-inline __m512i pairs(__m512i low, __m512i high, int first) {
-  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const __m512i order = _mm512_add_epi32(_mm512_mullo_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(first)),
-                                                            _mm512_set1_epi32(0x00010001)), _mm512_set1_epi32(32 << 16));
-  return _mm512_permutex2var_epi16(low, order, high);
-}
-inline F products(__m512i x, __m512i by) {
-  return {_mm512_dpbf16_ps(_mm512_setzero_ps(), reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(by))};
-}
+struct Wide {
+  F low, high;  // columns 0-15 and 16-31
+};
+inline __m512i load_words(const char* p) { return _mm512_loadu_si512(p); }
+inline Wide widen_32(__m512i words) { return {widen(words, 0), widen(words, 16)}; }
 inline __m512i narrow_32(F low, F high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v)); }
 inline void put(char* p, __m512i value, bool stream_it) {
   if (stream_it) _mm512_stream_si512(reinterpret_cast<__m512i*>(p), value);
@@ -37,133 +23,42 @@ inline void put(char* p, __m512i value, bool stream_it) {
 
 // Added to a bfloat16, they bring the first of its admitted exponents to 128: then bit 14 is set and, in the first 64, bit 13 not.
 constexpr short kAddToX = (128 - (127 - 64)) << 7, kAddToTable = (128 - (127 - 46)) << 7;
-inline __m512i and_of(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi32(a, b, c, 0x80); }
-inline bool all_have_bit_14(__m512i words) {
-  const __m512i missing = _mm512_andnot_si512(words, _mm512_set1_epi16(0x4000));
-  return _mm512_test_epi16_mask(missing, missing) == 0;
+
+// cos or sin at one block of columns; what is seen of them goes into the guard's two sums.
+inline Wide load_table(const char* p, __m512i& all, __m512i& any) {
+  const __m512i words = load_words(p), moved = _mm512_add_epi16(words, _mm512_set1_epi16(kAddToTable));
+  all = _mm512_and_si512(all, moved);
+  any = _mm512_or_si512(any, moved);
+  return widen_32(words);
 }
 
-// 32 columns of both halves of one head: columns 0-15 and 16-31 in pairs.
-struct PairWords {
-  __m512i low, high;
-};
-inline PairWords load_pairs(const char* x, std::int64_t half_bytes, __m512i& all) {
-  const __m512i a = load_words(x), b = load_words(x + half_bytes), add = _mm512_set1_epi16(kAddToX);
-  all = and_of(all, _mm512_add_epi16(a, add), _mm512_add_epi16(b, add));
-  return {pairs(a, b, 0), pairs(a, b, 16)};
-}
-
-// What pairs of x are multiplied by, for 32 columns of each half: cos and -sin for the lower one, sin and cos for the upper one.
-struct Turn {
-  __m512i low_a, high_a, low_b, high_b;
-};
-// j and table_half: bytes from the first column, and to the upper half. False: the guard refused.
-inline bool load_turn(const Token& token, std::int64_t j, std::int64_t table_half, Turn& turn) {
-  const char *cos = token.cos + j, *sin = token.sin + j;
-  const __m512i cos_a = load_words(cos), cos_b = load_words(cos + table_half), add = _mm512_set1_epi16(kAddToTable);
-  const __m512i sin_a = load_words(sin), sin_b = load_words(sin + table_half);
-  const __m512i minus = _mm512_xor_si512(sin_a, _mm512_set1_epi16(static_cast<short>(0x8000)));
-  turn = {pairs(cos_a, minus, 0), pairs(cos_a, minus, 16), pairs(sin_b, cos_b, 0), pairs(sin_b, cos_b, 16)};
-  const __m512i moved[4] = {_mm512_add_epi16(cos_a, add), _mm512_add_epi16(cos_b, add), _mm512_add_epi16(sin_a, add),
-                            _mm512_add_epi16(sin_b, add)};
-  const __m512i all = _mm512_and_si512(and_of(moved[0], moved[1], moved[2]), moved[3]);
-  const __m512i any = _mm512_or_si512(_mm512_ternarylogic_epi32(moved[0], moved[1], moved[2], 0xFE), moved[3]);
-  return all_have_bit_14(_mm512_andnot_si512(_mm512_slli_epi16(any, 1), all));
-}
-
-// kTiles tiles of 32 columns in both halves of all heads; j: bytes from the first column to the tiles. False: the guard refused;
-// the output is then to be computed anew.
-template <int kTiles>
-__attribute__((always_inline)) inline bool rotate_heads(const Part& p, const Token& token, const Turn (&turn)[kTiles],
-                                                        std::int64_t j, std::int64_t half_bytes) {
-  __m512i all = _mm512_set1_epi16(0x4000);
-  const char* x = token.x + j;
-  char* out = token.out + j;
-  for (std::int64_t h = 0; h < p.heads; ++h, x += p.x_head, out += p.out_head) {
-    KVQUANT_UNROLL
-    for (int i = 0; i < kTiles; ++i) {
-      const PairWords w = load_pairs(x + 64 * i, half_bytes, all);
-      put(out + 64 * i, narrow_32(products(w.low, turn[i].low_a), products(w.high, turn[i].high_a)), p.stream_out);
-      put(out + half_bytes + 64 * i, narrow_32(products(w.low, turn[i].low_b), products(w.high, turn[i].high_b)), p.stream_out);
+// False: the guard refused; the token's output is then to be computed anew.
+inline bool rotate_token(const Part& p, const Token& token) {
+  const std::int64_t half_bytes = p.dim, table_half = 2 * p.table_half;  // bytes
+  __m512i all = _mm512_set1_epi16(0x4000), any = _mm512_setzero_si512();
+  for (std::int64_t j = 0; j < half_bytes; j += 64) {
+    const Wide cos_a = load_table(token.cos + j, all, any), cos_b = load_table(token.cos + j + table_half, all, any);
+    const Wide sin_a = load_table(token.sin + j, all, any), sin_b = load_table(token.sin + j + table_half, all, any);
+    const char* x = token.x + j;
+    char* out = token.out + j;
+    for (std::int64_t h = 0; h < p.heads; ++h, x += p.x_head, out += p.out_head) {
+      const __m512i words_a = load_words(x), words_b = load_words(x + half_bytes), add = _mm512_set1_epi16(kAddToX);
+      all = _mm512_ternarylogic_epi32(all, _mm512_add_epi16(words_a, add), _mm512_add_epi16(words_b, add), 0x80);  // and
+      const Wide a = widen_32(words_a), b = widen_32(words_b);
+      put(out, narrow_32(multiply_subtract(a.low, cos_a.low, mul(b.low, sin_a.low)),
+                         multiply_subtract(a.high, cos_a.high, mul(b.high, sin_a.high))), p.stream_out);
+      put(out + half_bytes, narrow_32(multiply_add(b.low, cos_b.low, mul(a.low, sin_b.low)),
+                                      multiply_add(b.high, cos_b.high, mul(a.high, sin_b.high))), p.stream_out);
     }
   }
-  return all_have_bit_14(all);
+  const __m512i outside = _mm512_or_si512(_mm512_andnot_si512(all, _mm512_set1_epi16(0x4000)),
+                                          _mm512_and_si512(any, _mm512_set1_epi16(0x2000)));
+  return _mm512_test_epi16_mask(outside, outside) == 0;
 }
 
 std::int64_t rotate_out_bfloat16(const Part& part, const Token* tokens, std::int64_t count) {
   const Part p = part;  // a copy that no store can alias
-  for (std::int64_t t = 0; t < count; ++t) {
-    bool good = p.dim % 64 == 0;
-    for (std::int64_t j = 0; good && j < p.dim; j += 64) {
-      Turn turn[1];
-      good = load_turn(tokens[t], j, 2 * p.table_half, turn[0]) && rotate_heads(p, tokens[t], turn, j, p.dim);
-    }
-    if (!good) kernel<Bfloat16Source, Bfloat16, true, false, true, false>(p, tokens + t, 1);
-  }
+  for (std::int64_t t = 0; t < count; ++t)
+    if (p.dim % 64 != 0 || !rotate_token(p, tokens[t])) kernel<Bfloat16Source, Bfloat16, true, false, true, false>(p, tokens + t, 1);
   return 0;
-}
-
-// The cache row of K, of heads of 64 * kTiles columns. False: the guard refused, before it would have written anything wrong.
-template <bool kDivide, int kTiles>
-__attribute__((always_inline)) inline bool rotate_row(const Part& part, const Token& token, const Turn (&turn)[kTiles]) {
-  using TaskT = Task<Bfloat16Source, Bfloat16, true, true, false, false, kDivide>;
-  constexpr int kStep = kTiles == 1 ? 1 : 2;  // tiles at once: whole lines
-  Part p = part;
-  Token at = token;
-  __m512i all = _mm512_set1_epi16(0x4000);
-  for (std::int64_t h = 0; h < p.heads; ++h) {
-    for (int i = 0; i < kTiles; i += kStep) {
-      Pair value[2 * kStep];
-      KVQUANT_UNROLL
-      for (int k = 0; k < kStep; ++k) {
-        const Turn& by = turn[i + k];
-        const PairWords w = load_pairs(at.x + 64 * (i + k), 64 * kTiles, all);
-        value[2 * k] = {products(w.low, by.low_a), products(w.low, by.low_b)};
-        value[2 * k + 1] = {products(w.high, by.high_a), products(w.high, by.high_b)};
-      }
-      if (!all_have_bit_14(all)) return false;
-      put_row<kDivide, false>(p, reinterpret_cast<char*>(at.row), 32 * i, value, kLanes);
-    }
-    move_columns<TaskT>(p, 64 * kTiles);
-    next_head<TaskT>(p, at);
-  }
-  return true;
-}
-
-// Token by token, so that the divisions of K and V take place while Q waits for memory; cos and sin are read once.
-template <bool kDivide, int kTiles>
-std::int64_t together(const Part* parts, const Token* const* tokens, std::int64_t count) {
-  using ValueTask = Task<Bfloat16Source, Bfloat16, false, true, false, false, kDivide>;
-  constexpr int kBlocks = kTiles == 1 ? 2 : 4;
-  const Part q = parts[0], k = parts[1], v = parts[2];  // copies that no store can alias
-  for (std::int64_t t = 0; t < count; ++t) {
-    Turn turn[kTiles];
-    bool good = true;
-    KVQUANT_UNROLL
-    for (int i = 0; i < kTiles; ++i) good &= load_turn(tokens[0][t], 64 * i, 2 * q.table_half, turn[i]);
-    if (!good || !rotate_heads(q, tokens[0][t], turn, 0, 64 * kTiles))
-      kernel<Bfloat16Source, Bfloat16, true, false, true, false>(q, tokens[0] + t, 1);
-    if (!good || !rotate_row<kDivide>(k, tokens[1][t], turn))
-      kernel<Bfloat16Source, Bfloat16, true, true, false, false>(k, tokens[1] + t, 1);
-    for (int j = 0; j < 32 * kTiles; j += kBlocks * kLanes) all_heads<ValueTask, false, kBlocks>(v, tokens[2][t], j, kLanes);
-  }
-  return 2 * count;
-}
-
-template <int kTiles>
-std::int64_t together(const Part* parts, const Token* const* tokens, std::int64_t count) {
-  if constexpr (kReciprocals)
-    if (parts[1].reciprocal && parts[2].reciprocal) return together<false, kTiles>(parts, tokens, count);
-  return together<true, kTiles>(parts, tokens, count);
-}
-std::int64_t together_bfloat16(const Part* parts, const Token* const* tokens, std::int64_t count) {
-  switch (parts[0].dim) {
-    case 64: return together<1>(parts, tokens, count);
-    case 128: return together<2>(parts, tokens, count);
-    case 256: return together<4>(parts, tokens, count);
-    default:
-      rotate_out_bfloat16(parts[0], tokens[0], count);
-      return kernel<Bfloat16Source, Bfloat16, true, true, false, false>(parts[1], tokens[1], count) +
-             kernel<Bfloat16Source, Bfloat16, false, true, false, false>(parts[2], tokens[2], count);
-  }
 }

@@ -125,17 +125,18 @@ void run(const Plan& plan, const Prepared& prepared, std::int64_t first, std::in
   const detail::FpState state;
   const detail::Part parts[3] = {detail::part_of(plan, prepared, 0), detail::part_of(plan, prepared, 1),
                                  detail::part_of(plan, prepared, 2)};
+  const detail::KernelOfAll together = parts[1].reciprocal || parts[2].reciprocal ? nullptr : plan.together;
   detail::Group group;
   detail::Walk walk(plan, prepared, first, last);
   std::int64_t written = 0;
   for (std::int64_t t = first; t < last; t += detail::kGroup) {
     walk.form_group(last - t < detail::kGroup ? last - t : detail::kGroup, group);
     const detail::Token* const all_tokens[3] = {group.tokens[0], group.tokens[1], group.tokens[2]};
-    if (plan.cached) written += plan.cached(parts, all_tokens, group.cached);
+    if (together) written += together(parts, all_tokens, group.cached);
     for (int i = 0; i < 3; ++i) {
       const detail::Stream& stream = plan.streams[i];
       const detail::Token* const tokens = group.tokens[i];
-      if (group.cached > 0 && !plan.cached) written += stream.cached(parts[i], tokens, group.cached);
+      if (group.cached > 0 && !together) written += stream.cached(parts[i], tokens, group.cached);
       if (group.cached < group.count && stream.uncached)
         stream.uncached(parts[i], tokens + group.cached, group.count - group.cached);
     }

@@ -215,7 +215,7 @@ struct Plan {
   bool use_reciprocals = false;           // this CPU divides slowly: same bits by multiplications where they are certain
   const detail::Target* target = nullptr;
   detail::Stream streams[3] = {};
-  detail::KernelOfAll cached = nullptr;        // if not null, in place of the streams' cached ones
+  detail::KernelOfAll together = nullptr;      // if not null, in place of the streams' cached ones where rows are divided
   detail::ChannelSteps channel_steps[4] = {};  // of scale_k, scale_v, offset_k, offset_v
   detail::Extents extents = {};                // for this B and S
 };

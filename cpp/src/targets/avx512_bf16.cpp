@@ -12,6 +12,7 @@ namespace {
 #include "../simd/estimate.hpp"
 #include "../kernel.inl.hpp"
 #include "../rotate_bfloat16.inl.hpp"
+#include "../together_bfloat16.inl.hpp"
 
 constexpr KernelTable make_bf16_table() {
   KernelTable table = make_table();
