@@ -68,11 +68,10 @@ inline __m256i narrow(Bfloat16, F a) {
 }
 // Of values that are no NaN, or the canonical one.
 inline void store_canonical(Float32, char* p, F a) { store_raw(p, a); }
-// The conversion can store its own result, which saves two shuffles; GCC sees that only where the types agree.
-typedef short Halves __attribute__((vector_size(16), may_alias, aligned(1)));
+// Not by the conversion's own store: on Zen 5 that takes 2 cycles, and the two instructions together less than one.
 inline void store_canonical(Float16, char* p, F a) {
-  reinterpret_cast<Halves*>(p)[0] = reinterpret_cast<Halves>(narrow_half(a.lo));
-  reinterpret_cast<Halves*>(p)[1] = reinterpret_cast<Halves>(narrow_half(a.hi));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_half(a.lo));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), narrow_half(a.hi));
 }
 inline void store_canonical(Bfloat16 type, char* p, F a) { store_256(p, narrow(type, a)); }
 inline void stream_canonical(Float32, char* p, F a) {
