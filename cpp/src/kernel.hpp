@@ -17,8 +17,9 @@ struct Part {
   const char* weight_scale;                 // float32 [heads*dim]; null for float x
   const char* bias;                         // int32 or float32 [heads*dim]; null for float x
   const char* scale;                        // float32 [heads*dim]; null if nothing is quantised
-  const char* reciprocal;                   // float32 [heads*dim], 1/scale; null: divide (see simd/estimate.hpp)
+  const char* reciprocal;                   // float32 [heads*dim], 1/scale (simd/estimate.hpp) or as fixed_point says; null: divide
   const char* offset;                       // float32 [heads*dim]
+  const char* fixed_offset;                 // float32 [heads*dim] beside reciprocal, for targets with fixed_point
   bool block_tokens;                        // columns are worth keeping in registers over four tokens
   bool stream_out, stream_rows;             // non-temporal stores; every head then starts at a multiple of 64 bytes
 };
@@ -46,6 +47,7 @@ struct KernelTable {
   Kernel kernels[2][kSources][kOutputs][kJobs];
   KernelOfAll together_bfloat16;  // kRotateOut, kRotateCache and kCache of bfloat16 x with D = 64, 128 or 256; null: apart
   bool (*all_good)(const float* values, std::int64_t count, std::uint32_t zero_is_bad);
+  bool fixed_point;         // the kernels want 2^16/scale for a reciprocal, and fixed_offset (parts_avx2.inl.hpp)
   bool writes_whole_lines;  // of cache rows at once: half lines, written non-temporally, cost more than they save
 };
 

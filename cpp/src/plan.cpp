@@ -345,7 +345,7 @@ Status Planner::make() {
   if (Status s = check_extents(plan_, plan_.batch, plan_.sequence, plan_.extents)) return s;
   if (Status s = find_target(plan_.options.isa, plan_.target)) return s;
   choose_kernels();
-  plan_.use_reciprocals = divides_slowly();
+  plan_.use_reciprocals = plan_.target->table->fixed_point || divides_slowly();
   return {};
 }
 

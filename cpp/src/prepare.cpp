@@ -34,7 +34,7 @@ Layout layout_of(const Plan& plan, std::int64_t tokens) {
   };
   const std::size_t columns = plan.pack_columns ? static_cast<std::size_t>(columns_of(plan)) : 0;
   const auto rows = static_cast<std::size_t>(tokens) * sizeof(std::int8_t*);
-  layout.per_channel = take(static_cast<std::size_t>(6 * columns_kv(plan)) * sizeof(float));
+  layout.per_channel = take(static_cast<std::size_t>(8 * columns_kv(plan)) * sizeof(float));
   layout.weight_scale = take(columns * sizeof(float));
   layout.bias = take(columns * sizeof(float));
   layout.k_rows = take(rows);
@@ -74,7 +74,7 @@ class Preparer {
   bool given(Argument argument) const { return plan_.operands[argument].dtype != DType::none; }
   void copy_channels(Argument argument, ChannelSteps steps, float* out) const;
   Status find_bad_channel(const float* packed) const;
-  bool set_reciprocals(const float* scale, const float* offset, float* reciprocal) const;
+  bool set_reciprocals(const Channels& from, float* reciprocal, float* fixed_offset) const;
   template <class Index> Status resolve_page();
   template <class Index> Status resolve_contiguous();
   template <class Index> Status resolve_tables();
@@ -138,13 +138,15 @@ Status Preparer::pack_scales() {
   for (int i = 0; i < 4; ++i) copy_channels(kChannelArguments[i], plan_.channel_steps[i], packed + i * columns);
   const auto all_good = plan_.target->table->all_good;
   if (!all_good(scales, 2 * columns, 1) || !all_good(offsets, 2 * columns, 0)) return find_bad_channel(packed);
-  out_.k_channels = {scales, offsets, nullptr};
-  out_.v_channels = {scales + columns, offsets + columns, nullptr};
+  out_.k_channels = {scales, offsets};
+  out_.v_channels = {scales + columns, offsets + columns};
   if (!plan_.use_reciprocals || tokens_ < kReciprocalTokens) return {};
   const FpState state;
   for (Channels* channels : {&out_.k_channels, &out_.v_channels}) {
-    float* const reciprocal = reciprocals + (channels->scale - scales);
-    if (set_reciprocals(channels->scale, channels->offset, reciprocal)) channels->reciprocal = reciprocal;
+    float *const reciprocal = reciprocals + (channels->scale - scales), *const fixed_offset = reciprocal + 2 * columns;
+    if (!set_reciprocals(*channels, reciprocal, fixed_offset)) continue;
+    channels->reciprocal = reciprocal;
+    channels->fixed_offset = fixed_offset;
   }
   return {};
 }
@@ -183,13 +185,19 @@ Status Preparer::find_bad_channel(const float* packed) const {
   return {};
 }
 
-// Whether the kernels may multiply by the reciprocals: simd/estimate.hpp says why and in which range.
-bool Preparer::set_reciprocals(const float* scale, const float* offset, float* reciprocal) const {
+// Whether the kernels may multiply by the reciprocals: simd/estimate.hpp and parts_avx2.inl.hpp say why and in which range.
+bool Preparer::set_reciprocals(const Channels& from, float* reciprocal, float* fixed_offset) const {
+  const bool fixed_point = plan_.target->table->fixed_point;
+  const std::uint32_t lowest = fixed_point ? 127 - 110 : 1;
+  const float one = fixed_point ? 65536.0f : 1.0f;
   std::uint32_t outside = 0;
   for (std::int64_t c = 0; c < columns_kv(plan_); ++c) {
-    const std::uint32_t scale_exponent = bits_of(scale[c]) >> 23 & 0xFFu, offset_bits = bits_of(offset[c]) & 0x7FFFFFFFu;
-    outside |= static_cast<std::uint32_t>(scale_exponent - 1u > 251u) | static_cast<std::uint32_t>(offset_bits > 0x43000000u);
-    reciprocal[c] = 1.0f / scale[c];
+    const float scale = from.scale[c], offset = from.offset[c];
+    const std::uint32_t scale_exponent = bits_of(scale) >> 23 & 0xFFu, offset_bits = bits_of(offset) & 0x7FFFFFFFu;
+    outside |= static_cast<std::uint32_t>(scale_exponent - lowest > 252u - lowest);
+    outside |= static_cast<std::uint32_t>(offset_bits > 0x43000000u);
+    reciprocal[c] = one / scale;
+    fixed_offset[c] = offset * 65536.0f + 32772.0f;
   }
   return !outside;
 }

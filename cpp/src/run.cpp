@@ -38,6 +38,7 @@ Part part_of(const Plan& plan, const Prepared& prepared, int index) {
     part.scale = reinterpret_cast<const char*>(channels.scale);
     part.offset = reinterpret_cast<const char*>(channels.offset);
     part.reciprocal = reinterpret_cast<const char*>(channels.reciprocal);
+    part.fixed_offset = reinterpret_cast<const char*>(channels.fixed_offset);
     part.row_head = several ? plan.operands[index == 1 ? Argument::k_cache : Argument::v_cache].strides[2] : 0;
   }
   part.stream_rows = prepared.stream_rows;

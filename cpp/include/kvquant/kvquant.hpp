@@ -234,7 +234,7 @@ struct Call {
 namespace detail {
 // Packed per-channel vectors [Nkv*D] of K or V; reciprocal is null where the kernels must divide.
 struct Channels {
-  const float *scale = nullptr, *offset = nullptr, *reciprocal = nullptr;
+  const float *scale = nullptr, *offset = nullptr, *reciprocal = nullptr, *fixed_offset = nullptr;
 };
 }  // namespace detail
 

@@ -2,7 +2,7 @@
 
 constexpr int kWide = 2;  // neighbouring blocks at once: narrowing shares instructions
 constexpr int kWideRow = kWide;
-constexpr bool kReciprocals = true;  // with estimate.hpp
+constexpr bool kReciprocals = false;  // parts_avx2.inl.hpp has them
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long
 struct F {
   __m256 lo, hi;
@@ -85,26 +85,12 @@ inline void stream_canonical(Bfloat16 type, char* p, F a) { _mm256_stream_si256(
 template <class T> inline void store(T type, char* p, F a) { store_canonical(type, p, canonical(a)); }
 template <class T> inline void stream(T type, char* p, F a) { stream_canonical(type, p, canonical(a)); }
 
-// From the nearest integer; NaN stays, infinity gives NaN.
-inline F distance(F a) {
-  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  return sub(a, {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)});
-}
-inline F unite(F a, F b, F c) {
-  return {_mm256_or_ps(_mm256_or_ps(a.lo, b.lo), c.lo), _mm256_or_ps(_mm256_or_ps(a.hi, b.hi), c.hi)};
-}
-// Of united magnitudes: whether one of them is 2 or more, or a NaN.
-inline bool any_at_least_two(F united) {
-  return !_mm256_testz_si256(_mm256_castps_si256(_mm256_or_ps(united.lo, united.hi)), _mm256_set1_epi32(0x40000000));
-}
-
 struct Words {
   __m256i lo, hi;
 };
 // C6. A value of at least 2^31 would convert to INT_MIN, so 127 is the upper bound before the conversion; below, INT_MIN
 // saturates to -128 as it should.
 inline __m256i whole(__m256 scaled) { return _mm256_cvtps_epi32(_mm256_min_ps(scaled, _mm256_set1_ps(127.0f))); }
-inline Words whole(F scaled) { return {whole(scaled.lo), whole(scaled.hi)}; }
 // NaN lanes are masked to 0.
 inline __m256i whole(__m256 value, __m256 scaled) {
   return _mm256_and_si256(whole(scaled), _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_ORD_Q)));
