@@ -158,6 +158,33 @@ std::string rotate_ties(std::int64_t dim, std::uint64_t seed) {
   return compare(rotation.arena, rotation.a, rotation.options, seed);
 }
 
+// Q of int32 x, which is a NaN only where one operand beside x is one, or infinite: one value of `argument` in one token is.
+std::string rotate_one_bad(DType out, DType bias, std::int64_t dim, Argument argument, bool infinite, std::uint64_t seed) {
+  Case c;
+  c.out = out;
+  c.bias = bias;
+  c.activation_scale = true;
+  c.batch = 5;
+  c.heads_q = 3;
+  c.dim = dim;
+  c.seed = seed;
+  Setup setup(c);
+  auto& [arena, a, options] = setup;
+  if (infinite)  // times 0 is NaN
+    for (Argument other : {Argument::x, Argument::bias, Argument::cos, Argument::sin}) fill(a[other], 0);
+  Random random(seed);
+  const std::int64_t token = random.below(c.batch), column = random.below(dim), head = random.below(c.heads_q);
+  const bool per_token = argument == Argument::cos || argument == Argument::sin;
+  char* const place = per_token                              ? element(a[argument], token, 0, 0, column)
+                      : argument == Argument::activation_scale ? element(a[argument], token)
+                                                               : element(a[argument], head * dim + column);
+  const DType dtype = per_token ? out : DType::float32;
+  const std::uint64_t infinity = dtype == DType::float16 ? 0x7C00 : dtype == DType::bfloat16 ? 0x7F80 : 0x7F800000;
+  const std::uint64_t negative_nan = dtype == DType::float16 ? 0xFE01 : dtype == DType::bfloat16 ? 0xFFC1 : 0xFFC12345;
+  put_bits(place, dtype, infinite ? infinity : negative_nan);
+  return compare(arena, a, options, seed);
+}
+
 }  // namespace
 
 TEST_CASE("rotation: products and sums at the ends of the range, one pair of columns a token") {
@@ -187,4 +214,17 @@ TEST_CASE("rotation: bfloat16 sums at ties and next to them") {
       const std::string mismatch = rotate_ties(dim, seed++);
       REQUIRE_MESSAGE(mismatch.empty(), "D=" << dim << ": " << mismatch);
     }
+}
+
+TEST_CASE("rotation: int32 x, one value of another operand infinite or NaN") {
+  std::uint64_t seed = 630000;
+  for (DType out : {DType::float16, DType::bfloat16})
+    for (DType bias : {DType::float32, DType::int32})
+      for (std::int64_t dim : {32, 128})
+        for (Argument argument : {Argument::weight_scale, Argument::activation_scale, Argument::bias, Argument::cos, Argument::sin})
+          for (bool infinite : {false, true}) {
+            if (argument == Argument::bias && bias == DType::int32) continue;
+            const std::string mismatch = rotate_one_bad(out, bias, dim, argument, infinite, seed++);
+            REQUIRE_MESSAGE(mismatch.empty(), name_of(out) << " D=" << dim << ", seed " << seed << ": " << mismatch);
+          }
 }
