@@ -34,7 +34,8 @@ Layout layout_of(const Plan& plan, std::int64_t tokens) {
   };
   const std::size_t columns = plan.pack_columns ? static_cast<std::size_t>(columns_of(plan)) : 0;
   const auto rows = static_cast<std::size_t>(tokens) * sizeof(std::int8_t*);
-  layout.per_channel = take(static_cast<std::size_t>(8 * columns_kv(plan)) * sizeof(float));
+  const int vectors = plan.target->table->fixed_point ? 8 : 6;  // scales, offsets, reciprocals, fixed offsets: of K and of V
+  layout.per_channel = take(static_cast<std::size_t>(vectors * columns_kv(plan)) * sizeof(float));
   layout.weight_scale = take(columns * sizeof(float));
   layout.bias = take(columns * sizeof(float));
   layout.k_rows = take(rows);
@@ -143,7 +144,8 @@ Status Preparer::pack_scales() {
   if (!plan_.use_reciprocals || tokens_ < kReciprocalTokens) return {};
   const FpState state;
   for (Channels* channels : {&out_.k_channels, &out_.v_channels}) {
-    float *const reciprocal = reciprocals + (channels->scale - scales), *const fixed_offset = reciprocal + 2 * columns;
+    float* const reciprocal = reciprocals + (channels->scale - scales);
+    float* const fixed_offset = plan_.target->table->fixed_point ? reciprocal + 2 * columns : nullptr;
     if (!set_reciprocals(*channels, reciprocal, fixed_offset)) continue;
     channels->reciprocal = reciprocal;
     channels->fixed_offset = fixed_offset;
@@ -185,11 +187,11 @@ Status Preparer::find_bad_channel(const float* packed) const {
   return {};
 }
 
-// Whether the kernels may multiply by the reciprocals: simd/estimate.hpp and parts_avx2.inl.hpp say why and in which range.
+// Whether the kernels may multiply by the reciprocals: simd/estimate.hpp and, with fixed_offset, parts_avx2.inl.hpp say why and in
+// which range.
 bool Preparer::set_reciprocals(const Channels& from, float* reciprocal, float* fixed_offset) const {
-  const bool fixed_point = plan_.target->table->fixed_point;
-  const std::uint32_t lowest = fixed_point ? 127 - 110 : 1;
-  const float one = fixed_point ? 65536.0f : 1.0f;
+  const std::uint32_t lowest = fixed_offset ? 127 - 110 : 1;
+  const float one = fixed_offset ? 65536.0f : 1.0f;
   std::uint32_t outside = 0;
   for (std::int64_t c = 0; c < columns_kv(plan_); ++c) {
     const float scale = from.scale[c], offset = from.offset[c];
@@ -197,7 +199,7 @@ bool Preparer::set_reciprocals(const Channels& from, float* reciprocal, float* f
     outside |= static_cast<std::uint32_t>(scale_exponent - lowest > 252u - lowest);
     outside |= static_cast<std::uint32_t>(offset_bits > 0x43000000u);
     reciprocal[c] = one / scale;
-    fixed_offset[c] = offset * 65536.0f + 32772.0f;
+    if (fixed_offset) fixed_offset[c] = offset * 65536.0f + 32772.0f;
   }
   return !outside;
 }
