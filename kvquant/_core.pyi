@@ -98,7 +98,9 @@ def plan(
 ) -> Plan: ...
 
 # For kvquant.torch, which has the types that callers see.
-def use_tensors(type_: type, is_grad_enabled: Any, increment: Any, dtypes: dict[str, Any], capsule: Any) -> bool: ...
+def use_tensors(
+    type_: type, is_grad_enabled: Any, forward: Any, increment: Any, dtypes: dict[str, Any], capsule: Any
+) -> bool: ...
 def tensor_call(
     x: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, indices: Any, scale_k: Any, scale_v: Any, size_splits: Any,
     offset_k: Any = None, offset_v: Any = None, weight_scale: Any = None, activation_scale: Any = None, bias: Any = None,

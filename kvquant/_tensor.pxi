@@ -73,20 +73,21 @@ cdef enum:
 
 cdef object tensor_type = None  # torch.Tensor
 cdef object grad_enabled = None  # torch.is_grad_enabled
+cdef object forward_ad = None  # torch.autograd.forward_ad
 cdef object increment_version = None  # torch.autograd.graph.increment_version
 cdef dict tensor_dtypes = {}  # torch.dtype -> number of DType, for the slow way
 cdef KvquantDLExchange* exchange = NULL
 
 
-def use_tensors(type_, is_grad_enabled, increment, dtypes, capsule):
+def use_tensors(type_, is_grad_enabled, forward, increment, dtypes, capsule):
     """Called once by kvquant.torch. capsule: torch.Tensor's __dlpack_c_exchange_api__, or None to read attributes."""
-    global tensor_type, grad_enabled, increment_version, tensor_dtypes, exchange
+    global tensor_type, grad_enabled, forward_ad, increment_version, tensor_dtypes, exchange
     cdef KvquantDLExchange* found = NULL
     if capsule is not None:
         found = <KvquantDLExchange*>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
         while found != NULL and (found.major != 1 or found.dltensor_from_object == NULL):
             found = found.previous
-    tensor_type, grad_enabled, increment_version, exchange = type_, is_grad_enabled, increment, found
+    tensor_type, grad_enabled, forward_ad, increment_version, exchange = type_, is_grad_enabled, forward, increment, found
     codes = {"int8": <int>DType.int8, "int32": <int>DType.int32, "int64": <int>DType.int64, "float16": <int>DType.float16,
              "bfloat16": <int>DType.bfloat16, "float32": <int>DType.float32, "float64": <int>DType.float64,
              "bool": <int>DType.boolean, "uint8": <int>DType.uint8, "int16": <int>DType.int16}
@@ -144,8 +145,8 @@ cdef int fill_tensor(View* view, object given, Argument argument, bint direct) e
             view.shape[i] = t.shape[i]
             view.strides[i] = t.strides[i] * item
     view.read_only = False
-    if view.data == NULL and given._is_zerotensor():
-        raise ValueError(f"{name_of(argument)}: expected a tensor with memory, got a zero tensor (use clone())")
+    if <uintptr_t>view.data < <uintptr_t>1 << 40:
+        need_memory(given, argument)
     if view.dtype == DType.int8 or view.dtype == DType.int32 or view.dtype == DType.int64:
         return 0  # integers have no lazy negation
     if direct and given.is_neg():
@@ -153,10 +154,30 @@ cdef int fill_tensor(View* view, object given, Argument argument, bint direct) e
     return 0
 
 
+cdef int need_memory(object given, Argument argument) except -1:
+    """ValueError for a tensor without memory, whose address is no more than its offset; memory so far down is rare."""
+    cdef bint found
+    if given.numel() == 0:
+        return 0
+    if given._is_zerotensor():
+        raise ValueError(f"{name_of(argument)}: expected a tensor with memory, got a zero tensor (use clone())")
+    try:
+        found = given.untyped_storage().data_ptr() != 0
+    except Exception:  # what stands for a tensor while it is traced
+        found = False
+    if not found:
+        raise ValueError(f"{name_of(argument)}: expected a tensor with memory, got {type(given).__name__} without (traced, or freed)")
+    return 0
+
+
 cdef int refuse_gradients(Request* r) except -1:
-    """ValueError if gradients are enabled and an operand requires them."""
+    """ValueError if an operand requires gradients while they are enabled, or has a tangent (forward-mode differentiation)."""
     cdef View* view
     cdef int i
+    if forward_ad._current_level >= 0:
+        for i in range(kOperandCount):
+            if r.arrays[i] != NULL and forward_ad.unpack_dual(<object>r.arrays[i]).tangent is not None:
+                raise ValueError(f"{name_of(<Argument>i)}: expected a tensor without a tangent, as there is no derivative")
     if not grad_enabled():
         return 0
     for i in range(kOperandCount):

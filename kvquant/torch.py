@@ -27,6 +27,7 @@ _Result = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _core.use_tensors(
     Tensor,
     torch.is_grad_enabled,
+    torch.autograd.forward_ad,
     getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version),  # the second adds 0.1 us to the first
     {name: getattr(torch, name) for name in ("int8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool",
                                              "uint8", "int16")},
@@ -56,14 +57,25 @@ def _shapes(
     positions: Tensor | None = None, *others: Any, **more: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Results without values, for tracing; the checks that tracing would otherwise pass by."""
-    for name, value in tuple(locals().items()):
+    looked_at = locals()
+    if x.dtype is not torch.int32:  # C3
+        looked_at = {name: value for name, value in looked_at.items() if name not in ("weight_scale", "activation_scale", "bias")}
+    for name, value in looked_at.items():
         if isinstance(value, Tensor):
             if value.device.type != "cpu":
                 raise ValueError(f"{name}: expected a CPU tensor, got one on {value.device}")
             if value.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"{name}: expected a tensor that requires no grad, as there is no backward pass; "
                                  "got requires_grad=True")  # fmt: skip
+    if k_cache.dim() != 4:
+        raise ValueError(f"k_cache: expected 4 dimensions, got {k_cache.dim()}")
     heads, dim = k_cache.shape[2:]
+    if dim == 0:
+        raise ValueError("k_cache: expected an even head size D of at least 2 on the last axis, got 0")
+    if len(size_splits) != 3:
+        raise ValueError(f"size_splits: expected 3 integers, got {len(size_splits)}")
+    if size_splits[0] < 0:
+        raise ValueError(f"size_splits[0]: expected a length in columns, got {size_splits[0]}")
     kv_shape = (*x.shape[:-1], heads, dim) if kv_output else (0,)
     return cos.new_empty((*x.shape[:-1], size_splits[0] // dim, dim)), cos.new_empty(kv_shape), cos.new_empty(kv_shape)
 
@@ -100,7 +112,9 @@ def dequant_rope_quant_kvcache(
     torch.compile, torch.inference_mode and FakeTensorMode.
 
     Raises what kvquant.dequant_rope_quant_kvcache raises, before anything is written; also ValueError for a tensor that is not on
-    the CPU, and for one that requires grad while gradients are enabled. An argument that is no tensor is PyTorch's RuntimeError.
+    the CPU, for one that requires grad while gradients are enabled and for one with a tangent. PyTorch itself reads the arguments by
+    their types: what it can't read is its RuntimeError, and it takes 1 for True. PyTorch knows no read-only tensors: one made of a
+    read-only array is written.
     """
     op = _op
     if options:

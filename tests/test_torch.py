@@ -82,7 +82,7 @@ def reader(request):
     """Both ways to read tensors: DLPack's exchange API and attributes."""
     names = ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
     types = {name: getattr(torch, name) for name in names}
-    functions = (torch.Tensor, torch.is_grad_enabled, torch.autograd.graph.increment_version)
+    functions = (torch.Tensor, torch.is_grad_enabled, torch.autograd.forward_ad, torch.autograd.graph.increment_version)
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if request.param == "exchange":
         assert kvquant._core.use_tensors(*functions, types, capsule)
@@ -370,6 +370,53 @@ def test_zero_tensors(name, reader):
     if name in ("weight_scale", "activation_scale", "bias", "offset_k", "offset_v"):
         results = [kvquant.torch.dequant_rope_quant_kvcache(**tensors(small()) | {name: value}) for value in (zero, zero.clone())]
         assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("name", ["x", "indices", "scale_k"])
+def test_tensors_without_memory(name, reader):
+    """Their address may be NULL or, in a view, no more than an offset."""
+    given = tensors(small())
+    for first in (0, 1):
+        wider = torch.cat([given[name], given[name]])
+        view = wider[first:len(given[name]) + first]
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor with memory"):
+            torch.func.functionalize(lambda value: kvquant.torch.plan(**given | {name: value[first:]}))(wider)
+        wider.untyped_storage().resize_(0)
+        for function in (kvquant.torch.dequant_rope_quant_kvcache, kvquant.torch.plan):
+            with pytest.raises(ValueError, match=f"^{name}: expected a tensor with memory"):
+                function(**given | {name: view})
+
+
+def test_forward_mode_differentiation(reader):
+    """There is no derivative: no call that would lose one without a word."""
+    def dual(given):
+        return {"cos": torch.autograd.forward_ad.make_dual(given["cos"], torch.ones_like(given["cos"]))}
+
+    with torch.autograd.forward_ad.dual_level():
+        refused(ValueError, "^cos: expected a tensor without a tangent", dual)
+        kvquant.torch.dequant_rope_quant_kvcache(**tensors(small()))
+
+
+@pytest.mark.parametrize("change, pattern", [
+    (lambda a: {"k_cache": a["k_cache"][0]}, "k_cache: expected 4 dimensions, got 3"),
+    (lambda a: {name: a[name][..., :0] for name in ("k_cache", "v_cache")}, "k_cache: expected an even head size D"),
+    (lambda a: {"size_splits": [-64, 64, 64]}, r"size_splits\[0\]: expected a length in columns, got -64"),
+    (lambda a: {"size_splits": []}, "size_splits: expected 3 integers, got 0"),
+])  # fmt: skip
+def test_what_has_no_shape_to_infer(change, pattern):
+    refused(ValueError, pattern, change)
+    given = tensors(small())
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+        with pytest.raises(ValueError, match=pattern):
+            kvquant.torch.dequant_rope_quant_kvcache(**fake | change(fake))
+
+
+def test_what_float_x_does_not_look_at():
+    given = tensors(small(("float32", "float32"))) | {"weight_scale": torch.zeros(3, requires_grad=True)}
+    expected = [value.clone() for value in kvquant.torch.dequant_rope_quant_kvcache(**given)]
+    got = torch.compile(kvquant.torch.dequant_rope_quant_kvcache, fullgraph=True, backend="aot_eager")(**given)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected))
 
 
 def test_all_tensors_on_another_device():

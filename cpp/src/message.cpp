@@ -142,7 +142,7 @@ std::size_t message(const Status& status, char* buffer, std::size_t capacity) no
       if (status.axis < 0 && status.argument != Argument::size_splits) line.add(" tokens (B*S)");
       line.add(", got %" PRId64, got);
       break;
-    case Code::too_far: line.add("expected a stride of at most %" PRId64 " bytes, got %" PRId64, expected, got); break;
+    case Code::too_far: line.add("expected a stride within +-%" PRId64 " bytes, got %" PRId64, expected, got); break;
     case Code::scale_shape:
       line.add("expected shape [Nkv, D], [Nkv*D], [Nkv, 1], [1] or [], got ");
       if (status.axis < 0) line.add("%" PRId64 " axes", got);

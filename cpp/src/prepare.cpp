@@ -322,10 +322,13 @@ Status Preparer::resolve_duplicates(std::int64_t tokens) {
   auto* slots = reinterpret_cast<std::uint32_t*>(workspace_ + layout_.slots);
   std::memset(slots, 0, (std::size_t{layout_.slot_mask} + 1) * sizeof(std::uint32_t));
   std::int8_t **k_row = k_rows(), **v_row = v_rows();
+  // An odd factor that the process's address space, and so nobody who chooses indices, decides; its product's upper bits.
+  const std::uint64_t factor = reinterpret_cast<std::uintptr_t>(workspace_) * 0xBF58476D1CE4E5B9u ^ 0x9E3779B97F4A7C15u;
+  const int shift = 32 + __builtin_clz(layout_.slot_mask);
   for (std::int64_t t = 0; t < tokens; ++t) {
     if (!k_row[t]) continue;
-    const std::uint64_t hash = reinterpret_cast<std::uintptr_t>(k_row[t]) * 0x9E3779B97F4A7C15u;
-    for (auto at = static_cast<std::uint32_t>(hash >> 32) & layout_.slot_mask;; at = (at + 1) & layout_.slot_mask) {
+    const std::uint64_t hash = reinterpret_cast<std::uintptr_t>(k_row[t]) * (factor | 1u);
+    for (auto at = static_cast<std::uint32_t>(hash >> shift);; at = (at + 1) & layout_.slot_mask) {
       const std::uint32_t entry = slots[at];  // token number + 1; 0: free
       if (entry == 0) {
         slots[at] = static_cast<std::uint32_t>(t + 1);

@@ -59,7 +59,8 @@ class Walk {
     sequence_ = token % length;
     const auto set = [&](int which, const void* data, std::int64_t origin, std::int64_t batch, std::int64_t sequence) {
       const auto address = [data](std::int64_t bytes) { return data ? static_cast<std::uintptr_t>(bytes) : 0; };  // no elements: 0
-      at_[which] = reinterpret_cast<std::uintptr_t>(data) + address(b * batch + sequence_ * sequence + origin);
+      at_[which] = reinterpret_cast<std::uintptr_t>(data) + address(b) * address(batch) + address(sequence_) * address(sequence) +
+                   address(origin);
       if (last - first == 1) return;  // no steps: one token in a call is a matter of nanoseconds
       step_[0][which] = address(sequence);
       step_[1][which] = address(batch) - address(length_ - 1) * address(sequence);

@@ -223,7 +223,7 @@ TEST_CASE("c: invalid arguments that only C has") {
   refused([](CCall& c) { c.options.size = 5000; }, "options: expected size 32, got 5000");
   refused([](CCall& c) { c.tensors[0].dtype = 0; }, "x: expected dtype int32 or float16, got an unknown dtype");
   refused([](CCall& c) { c.tensors[0].strides[0] = INT64_MAX / 2; },
-          "x: axis 0: expected a stride of at most 288230376151711744 bytes, got 9223372036854775807");
+          "x: axis 0: expected a stride within +-288230376151711744 bytes, got 9223372036854775807");
 
   CCall call;
   REQUIRE(convert(setup.a, setup.options, call));

@@ -244,6 +244,21 @@ TEST_CASE("operator: C3, float x ignores weight_scale, activation_scale and bias
   }
 }
 
+TEST_CASE("operator: the strides of an output without elements mean nothing") {
+  for (std::int64_t stride : {INT64_MAX, INT64_MIN, std::int64_t{1} << 62}) {
+    Case c;
+    c.batch = 5;
+    c.sequence = 4;
+    c.heads_q = 0;
+    Setup setup(c);
+    auto& [arena, operands, options] = setup;
+    char somewhere = 0;
+    if (!operands[Argument::q].data) operands[Argument::q].data = &somewhere;
+    operands[Argument::q].strides[0] = operands[Argument::q].strides[1] = stride;
+    CHECK(compare(arena, operands, options, 1) == "");
+  }
+}
+
 TEST_CASE("operator: one plan serves calls of other sizes and other memory") {
   Case c;
   c.batch = 2;
