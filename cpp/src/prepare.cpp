@@ -363,7 +363,8 @@ void Preparer::choose_stores() {
                      all_aligned(address(Argument::k_cache), address(Argument::v_cache), plan_.dim, k.strides[0], k.strides[1],
                                  k.strides[2], v.strides[0], v.strides[1], v.strides[2]);
   const std::int64_t item = item_size(plan_.operands[Argument::cos].dtype), x_item = plan_.integer_x ? 4 : item;
-  out_.stream_out = tokens_ * columns_of(plan_) * (x_item + item) / (call_.threads > 1 ? call_.threads : 1) >= kStreamOutBytes;
+  const std::int64_t threads = call_.threads > 1 ? call_.threads : 1;
+  out_.stream_out = tokens_ * columns_of(plan_) * (x_item + item) >= kStreamOutBytes * threads;
 }
 
 }  // namespace
