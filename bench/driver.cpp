@@ -88,6 +88,10 @@ class Sets {
   const std::vector<LimitCall>& limits() const { return limits_; }
   const kvquant::Options& options() const { return options_; }
 
+  void share_among(int threads) {
+    for (Set& set : sets_) set.call.threads = threads;
+  }
+
   std::int64_t useful_bytes() const {
     std::int64_t bytes = 2 * w_.tokens() * w_.heads_kv * w_.dim;
     for (int i = 0; i < kvquant::kOperandCount; ++i)
@@ -269,13 +273,12 @@ void measure(benchmark::State& state, const Workload& w, Memory memory, const ch
   const std::size_t size = kvquant::workspace_size(plan, w.tokens());
   const std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, (size + 63) / 64 * 64), std::free);
   const auto call = [&](const Set& set) {
-    kvquant::Call shared = set.call;
-    shared.threads = threads;
-    const kvquant::Status status = kvquant::prepare(plan, shared, workspace.get(), size, prepared);
+    const kvquant::Status status = kvquant::prepare(plan, set.call, workspace.get(), size, prepared);
     if (threads == 1) kvquant::run(plan, prepared, 0, prepared.tokens);
     else kvquant::pool::run_parallel(plan, prepared, threads);
     return status.code == kvquant::Code::ok;
   };
+  sets->share_among(threads);
   sets->clear_written();
   if (!call(sets->sets()[0]) || !sets->as_expected()) return fail("bytes differ from the oracle");
 

@@ -467,7 +467,10 @@ cdef object execute(Request* r, void* indices=NULL):
     if r.threads > 1 or elements >= 65536:
         with nogil:
             status = prepare(plan[0], call[0], workspace, bytes, prepared)
-            run_parallel(plan[0], prepared, threads)
+            if r.threads == 1:
+                run(plan[0], prepared, 0, prepared.tokens)
+            else:
+                run_parallel(plan[0], prepared, threads)
     else:
         status = prepare(plan[0], call[0], workspace, bytes, prepared)
         run(plan[0], prepared, 0, prepared.tokens)

@@ -174,7 +174,7 @@ cdef int refuse_gradients(Request* r) except -1:
     """ValueError if an operand requires gradients while they are enabled, or has a tangent (forward-mode differentiation)."""
     cdef View* view
     cdef int i
-    if forward_ad._current_level >= 0:
+    if getattr(forward_ad, "_current_level", -1) >= 0:
         for i in range(kOperandCount):
             if r.arrays[i] != NULL and forward_ad.unpack_dual(<object>r.arrays[i]).tangent is not None:
                 raise ValueError(f"{name_of(<Argument>i)}: expected a tensor without a tangent, as there is no derivative")

@@ -122,6 +122,7 @@ std::atomic<bool> owned{false};
 std::atomic<bool> starts_refused{false}, always_wakes{false};
 std::atomic<int> limit{0};  // 0: not read yet
 std::atomic<Clock::rep> last_end{0};  // when the last call that wanted threads was done: from then on workers spin
+Clock::rep now() noexcept { return Clock::now().time_since_epoch().count(); }
 
 void forget() noexcept {
   the_pool.store(nullptr, std::memory_order_relaxed);
@@ -272,8 +273,7 @@ int automatic_threads(std::int64_t elements) noexcept {
 
 bool worth_sharing(std::int64_t elements) noexcept {
   if (elements >= kWorthWaking || always_wakes.load(std::memory_order_relaxed)) return true;
-  const Clock::rep since = Clock::now().time_since_epoch().count() - last_end.load(std::memory_order_relaxed);
-  return Clock::duration(since) < kSpin;
+  return Clock::duration(now() - last_end.load(std::memory_order_relaxed)) < kSpin;
 }
 
 void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexcept {
@@ -282,10 +282,10 @@ void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexc
   const std::int64_t blocks = (prepared.tokens + kBlockTokens - 1) / kBlockTokens;
   if (blocks < threads) threads = static_cast<int>(blocks);
   Pool* const pool = threads > 1 ? acquire(threads - 1) : nullptr;
-  const auto leave = [] { last_end.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); };
   if (!pool) {
     run(plan, prepared, 0, prepared.tokens);
-    return leave();
+    last_end.store(now(), std::memory_order_relaxed);
+    return;
   }
   const auto places = static_cast<std::uint64_t>(threads - 1);
   Job& job = pool->job;
@@ -317,7 +317,7 @@ void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexc
     pool->left.wait(lock, is_empty);
   }
   owned.store(false, std::memory_order_release);
-  leave();
+  last_end.store(now(), std::memory_order_relaxed);
 }
 
 int worker_count() noexcept {

@@ -58,20 +58,19 @@ inline bool load_turn(const Token& token, std::int64_t j, std::int64_t table_hal
   return all_have_bit_14(_mm512_andnot_si512(_mm512_slli_epi16(any, 1), all));
 }
 
-// kTiles tiles of 32 columns in both halves of all heads; j: bytes from the first column to the tiles. False: the guard refused;
-// the output is then to be computed anew.
+// All heads, of 64 * kTiles columns. False: the guard refused; the output is then to be computed anew.
 template <int kTiles>
-__attribute__((always_inline)) inline bool rotate_heads(const Part& p, const Token& token, const Turn (&turn)[kTiles],
-                                                        std::int64_t j, std::int64_t half_bytes) {
+__attribute__((always_inline)) inline bool rotate_heads(const Part& p, const Token& token, const Turn (&turn)[kTiles]) {
+  constexpr std::int64_t kHalf = 64 * kTiles;  // bytes
   __m512i all = _mm512_set1_epi16(0x4000);
-  const char* x = token.x + j;
-  char* out = token.out + j;
+  const char* x = token.x;
+  char* out = token.out;
   for (std::int64_t h = 0; h < p.heads; ++h, x += p.x_head, out += p.out_head) {
     KVQUANT_UNROLL
     for (int i = 0; i < kTiles; ++i) {
-      const PairWords w = load_pairs(x + 64 * i, half_bytes, all);
+      const PairWords w = load_pairs(x + 64 * i, kHalf, all);
       put(out + 64 * i, narrow_32(products(w.low, turn[i].low_a), products(w.high, turn[i].high_a)), p.stream_out);
-      put(out + half_bytes + 64 * i, narrow_32(products(w.low, turn[i].low_b), products(w.high, turn[i].high_b)), p.stream_out);
+      put(out + kHalf + 64 * i, narrow_32(products(w.low, turn[i].low_b), products(w.high, turn[i].high_b)), p.stream_out);
     }
   }
   return all_have_bit_14(all);
@@ -114,7 +113,7 @@ std::int64_t together(const Part* parts, const Token* const* tokens, std::int64_
     bool good = true;
     KVQUANT_UNROLL
     for (int i = 0; i < kTiles; ++i) good &= load_turn(tokens[0][t], 64 * i, 2 * q.table_half, turn[i]);
-    if (!good || !rotate_heads(q, tokens[0][t], turn, 0, 64 * kTiles))
+    if (!good || !rotate_heads(q, tokens[0][t], turn))
       kernel<Bfloat16Source, Bfloat16, true, false, true, false>(q, tokens[0] + t, 1);
     if (!good || !rotate_row(k, tokens[1][t], turn))
       kernel<Bfloat16Source, Bfloat16, true, true, false, false>(k, tokens[1] + t, 1);

@@ -212,7 +212,7 @@ struct Plan {
   bool integer_x = false, packed = false;
   bool pack_columns = false;              // weight_scale or bias must be copied into the workspace
   std::int64_t table_half = 0;            // elements of cos and sin from those for column 0 to those for column D/2: 0 or D/2
-  bool use_reciprocals = false;           // this CPU divides slowly: same bits by multiplications where they are certain
+  bool use_reciprocals = false;           // this CPU or target divides slowly: same bits by multiplications where they are certain
   const detail::Target* target = nullptr;
   detail::Stream streams[3] = {};
   detail::KernelOfAll together = nullptr;      // if not null, in place of the streams' cached ones where rows are divided
