@@ -28,10 +28,6 @@ bool all_aligned(Values... values) {
 inline std::int64_t columns_kv(const Plan& plan) { return plan.heads_kv * plan.dim; }
 inline std::int64_t columns_of(const Plan& plan) { return plan.streams[2].first_column + columns_kv(plan); }
 
-// Kernels take four tokens of int32 x at a time from about this row length on, where the column vectors no longer stay in L1
-// from token to token.
-inline bool blocks_tokens(const Plan& plan) { return plan.integer_x && columns_of(plan) >= 3072; }
-
 // Operands may have any alignment.
 template <class Word>
 Word read(const void* p, std::int64_t offset = 0) {

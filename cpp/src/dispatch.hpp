@@ -32,9 +32,9 @@ const char* missing_feature(const Target& target, const CpuAnswers& cpu) noexcep
 // The target that `isa` names (null or empty: the active one). Errors: isa_unknown, isa_unavailable.
 Status find_target(const char* isa, const Target*& target) noexcept;
 
-// A division takes longer than what replaces it (simd/estimate.hpp).
-bool divides_slowly(const CpuAnswers& cpu) noexcept;
-bool divides_slowly() noexcept;  // the CPU this runs on
+// Whether the CPU is one of AMD's, for choices on which measurements on AMD and on Intel differ (plan.cpp).
+bool is_amd(const CpuAnswers& cpu) noexcept;
+bool is_amd() noexcept;  // the CPU this runs on
 
 void count_rows(const Target& target, std::int64_t rows) noexcept;
 

@@ -20,7 +20,7 @@ struct Part {
   const char* reciprocal;                   // float32 [heads*dim], 1/scale (simd/estimate.hpp) or as fixed_point says; null: divide
   const char* offset;                       // float32 [heads*dim]
   const char* fixed_offset;                 // float32 [heads*dim] beside reciprocal, for targets with fixed_point
-  bool block_tokens;                        // columns are worth keeping in registers over four tokens
+  Order order;
   bool stream_out, stream_rows;             // non-temporal stores; every head then starts at a multiple of 64 bytes
 };
 

@@ -294,22 +294,22 @@ __attribute__((noinline)) void rest(const Part& p, const Token& token, std::int6
   if (j < half) all_heads<TaskT, true, 1>(p, token, j, static_cast<int>(half - j));
 }
 
-// Long rows: kBlock tokens at a time, heads outside: what the tokens share is loaded once, and x is read in order. Where rows are
-// cached, half a head must be whole tiles.
-template <class TaskT>
+// N tokens at a time, heads outside: what the tokens share is loaded once, and x is read in order. Where rows are cached, half a
+// head must be whole tiles.
+template <class TaskT, int N>
 inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int64_t count) {
   constexpr int kColumns = TaskT::kBlocks * kLanes;
   const std::int64_t half = part.dim / 2, whole = half - half % kColumns;
-  Rotation rotations[TaskT::kRotate ? kBlock : 1];
+  Rotation rotations[TaskT::kRotate ? N : 1];
   std::int64_t t = 0;
-  for (; t + kBlock <= count; t += kBlock) {
+  for (; t + N <= count; t += N) {
     for (std::int64_t begin = 0; begin < whole; begin += kChunk) {
       const std::int64_t columns = begin + kChunk < whole ? kChunk : whole - begin;
       Part p = part;
-      Token at[kBlock];
+      Token at[N];
       move_columns<TaskT>(p, begin);
       KVQUANT_UNROLL
-      for (int i = 0; i < kBlock; ++i) {
+      for (int i = 0; i < N; ++i) {
         at[i] = tokens[t + i];
         move_token<TaskT>(at[i], begin);
         if constexpr (TaskT::kRotate)
@@ -318,15 +318,15 @@ inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int
       }
       for (std::int64_t h = 0; h < p.heads; ++h) {
         for (std::int64_t j = 0; j < columns; j += kColumns)
-          tile<TaskT, false, kBlock, TaskT::kBlocks>(p, at, [&](int i, int k) { return rotations[i].at(j + k * kLanes); }, j, kLanes);
+          tile<TaskT, false, N, TaskT::kBlocks>(p, at, [&](int i, int k) { return rotations[i].at(j + k * kLanes); }, j, kLanes);
         move_columns<TaskT>(p, p.dim);
         KVQUANT_UNROLL
-        for (int i = 0; i < kBlock; ++i) next_head<TaskT>(p, at[i]);
+        for (int i = 0; i < N; ++i) next_head<TaskT>(p, at[i]);
       }
     }
     if constexpr (!TaskT::kCache)
       if (whole < half)
-        for (int i = 0; i < kBlock; ++i) rest<TaskT>(part, tokens[t + i], whole);
+        for (int i = 0; i < N; ++i) rest<TaskT>(part, tokens[t + i], whole);
   }
   return t;
 }
@@ -337,8 +337,11 @@ inline std::int64_t all_tokens(const Part& part, const Token* tokens, std::int64
   const Part p = part;  // a copy that no store can alias
   const std::int64_t half = p.dim / 2;
   std::int64_t t = 0;
-  if constexpr (TaskT::template Source<false>::kBlocked && kBlock > 1)
-    if (p.block_tokens && (!TaskT::kCache || half % kColumns == 0)) t = token_blocks<TaskT>(p, tokens, count);
+  if constexpr (TaskT::template Source<false>::kBlocked && kBlock > 1) {
+    if (p.order == kTokenBlocks && (!TaskT::kCache || half % kColumns == 0)) t = token_blocks<TaskT, kBlock>(p, tokens, count);
+    if constexpr (!TaskT::kCache)
+      if (p.order == kHeadsOutside) t = token_blocks<TaskT, 1>(p, tokens, count);
+  }
   for (; t < count; ++t) {
     std::int64_t j = 0;
     for (; j + kColumns <= half; j += kColumns) all_heads<TaskT, false, TaskT::kBlocks>(p, tokens[t], j, kLanes);

@@ -195,7 +195,7 @@ template <class SourceT, template <bool> class CommonSource, class OutT>
 std::int64_t rotate_int32(const Part& part, const Token* tokens, std::int64_t count) {
   const Part p = part;  // a copy that no store can alias
   const std::int64_t bytes = p.heads * p.dim * 4;
-  const bool fits = p.dim % 32 == 0 && !p.block_tokens && below_2(p.weight_scale, bytes, _mm256_set1_epi32(0x40000000)) &&
+  const bool fits = p.dim % 32 == 0 && p.order != kTokenBlocks && below_2(p.weight_scale, bytes, _mm256_set1_epi32(0x40000000)) &&
                     (is_same<SourceT, IntBiasEight> || bias_below_2_32(p.bias, bytes));
   if (!fits) return kernel<CommonSource, OutT, true, false, true, false>(p, tokens, count);
   for (std::int64_t t = 0; t < count; ++t)

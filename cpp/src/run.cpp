@@ -31,7 +31,7 @@ Part part_of(const Plan& plan, const Prepared& prepared, int index) {
   if (plan.integer_x) {
     part.weight_scale = reinterpret_cast<const char*>(prepared.weight_scale + stream.first_column);
     part.bias = static_cast<const char*>(prepared.bias) + stream.first_column * 4;
-    part.block_tokens = blocks_tokens(plan);
+    part.order = plan.order;
   }
   if (index > 0) {
     const Channels& channels = index == 1 ? prepared.k_channels : prepared.v_channels;

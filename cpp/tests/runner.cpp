@@ -43,7 +43,9 @@ void run_cut(const Plan& plan, const Prepared& prepared, Cut cut, std::uint64_t 
 Status execute(const Operands& operands, const Options& options, Cut cut, std::uint64_t seed, std::string& violation) {
   Plan plan;
   if (const Status status = kvquant::make_plan(operands, options, plan)) return status;
-  plan.use_reciprocals = seed % 2 == 0;  // both, whatever this CPU prefers
+  // All ways, whatever this CPU prefers.
+  plan.use_reciprocals = seed % 2 == 0;
+  if (const auto order = seed / 2 % 4) plan.order = static_cast<kvquant::detail::Order>(order - 1);
   Call call;
   call.batch = plan.batch;
   call.sequence = plan.sequence;

@@ -63,12 +63,12 @@ TEST_CASE("a need that the dispatcher does not know is never met") {
   CHECK(kvquant::detail::missing_feature(target, {~0u, ~0u, ~0u, ~std::uint64_t{0}}) != nullptr);
 }
 
-TEST_CASE("who divides slowly is asked of the vendor's name") {
+TEST_CASE("a CPU of AMD's is known by the vendor's name") {
   CpuAnswers cpu;
   cpu.leaf0_ecx = 0x6C65746E;  // "ntel"
-  CHECK(kvquant::detail::divides_slowly(cpu));
+  CHECK(!kvquant::detail::is_amd(cpu));
   cpu.leaf0_ecx = 0x444D4163;  // "cAMD"
-  CHECK(!kvquant::detail::divides_slowly(cpu));
+  CHECK(kvquant::detail::is_amd(cpu));
 }
 #endif
 

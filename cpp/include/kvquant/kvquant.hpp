@@ -172,6 +172,10 @@ struct Token;
 using Kernel = std::int64_t (*)(const Part&, const Token*, std::int64_t);
 using KernelOfAll = std::int64_t (*)(const Part* parts, const Token* const* tokens, std::int64_t count);  // of Q, K and V
 
+// How a kernel goes through int32 x: all heads of one block of columns, with cos and sin in registers; head after head, so that x
+// is read in order; or that for several tokens at once, which then share the column vectors.
+enum Order { kHeadsInside, kHeadsOutside, kTokenBlocks };
+
 // The bytes that an operand occupies, relative to its data pointer: [low, high). Empty (0, 0) if it has no elements.
 struct Interval {
   std::int64_t low, high;
@@ -213,6 +217,7 @@ struct Plan {
   bool pack_columns = false;              // weight_scale or bias must be copied into the workspace
   std::int64_t table_half = 0;            // elements of cos and sin from those for column 0 to those for column D/2: 0 or D/2
   bool use_reciprocals = false;           // this CPU or target divides slowly: same bits by multiplications where they are certain
+  detail::Order order = detail::kHeadsInside;
   const detail::Target* target = nullptr;
   detail::Stream streams[3] = {};
   detail::KernelOfAll together = nullptr;      // if not null, in place of the streams' cached ones where rows are divided
