@@ -330,7 +330,8 @@ void refuse_starts(bool refuse) noexcept { starts_refused.store(refuse, std::mem
 void always_wake(bool always) noexcept { always_wakes.store(always, std::memory_order_relaxed); }
 
 void hold_locks(int milliseconds) noexcept {
-  while (owned.exchange(true, std::memory_order_acquire)) pause();
+  // Asleep: on a single CPU one that spins would see `owned` only where the owner was interrupted.
+  while (owned.exchange(true, std::memory_order_acquire)) std::this_thread::sleep_for(std::chrono::microseconds(20));
   if (Pool* const pool = the_pool.load(std::memory_order_relaxed)) {
     std::lock_guard<std::mutex> lock(pool->mutex);
     std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
