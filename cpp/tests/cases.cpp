@@ -184,13 +184,15 @@ struct Builder {
       else fill_floats(a[Argument::bias], c.values, 4.0f, random);
     }
     const Argument names[4] = {Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v};
+    // Half the special calls have scales whose reciprocals may be used, so that special values meet those kernels too.
+    const Values values = c.values == Values::special && random.chance(50) ? Values::plain : c.values;
     for (int i = 0; i < 4; ++i) {
       if ((i == 2 && !c.offset_k) || (i == 3 && !c.offset_v)) continue;
       const std::vector<std::int64_t> shapes[kScaleShapes] = {
           {c.heads_kv, c.dim}, {c.heads_kv * c.dim}, {c.heads_kv, 1}, {1}, {}};
       View& view = a[names[i]] = vector(names[i], DType::float32, shapes[static_cast<int>(c.scale_shape[i])]);
-      if (i < 2) fill_scales(view, c.values, random);
-      else fill_offsets(view, c.values, random);
+      if (i < 2) fill_scales(view, values, random);
+      else fill_offsets(view, values, random);
     }
   }
 
