@@ -42,11 +42,12 @@ enum Job { kRotateOut, kRotateCache, kRotateCacheOut, kCache, kCacheOut, kOut, k
 // kernels[numerics][source][output][job]; the rounded arithmetic of numerics="ascend" exists for float16 rotation only, its
 // other entries are those of "fp32".
 // A kernel processes `count` tokens, none of whose pointers is null where it writes, and returns the cache rows it wrote.
-// all_good checks `count` float32 by their bits: false if one of them is not finite or, with zero_is_bad = 1, zero.
+// copy_checked copies `count` float32, reading each once, and checks them by their bits: false if one is not finite or, with
+// zero_is_bad = 1, zero. `to` may be `from`.
 struct KernelTable {
   Kernel kernels[2][kSources][kOutputs][kJobs];
   KernelOfAll together_bfloat16;  // kRotateOut, kRotateCache and kCache of bfloat16 x with D = 64, 128 or 256; null: apart
-  bool (*all_good)(const float* values, std::int64_t count, std::uint32_t zero_is_bad);
+  bool (*copy_checked)(const char* from, char* to, std::int64_t count, std::uint32_t zero_is_bad);
   bool fixed_point;         // the kernels want 2^16/scale for a reciprocal, and fixed_offset (parts_avx2.inl.hpp)
   bool writes_whole_lines;  // of cache rows at once: half lines, written non-temporally, cost more than they save
 };

@@ -361,23 +361,20 @@ std::int64_t kernel(const Part& p, const Token* tokens, std::int64_t count) {
 
 // Without its sign, a float32 that is not finite carries into bit 31 when 00800000 is added; zero, when zero_is_bad = 1 is
 // subtracted.
-bool all_good(const float* values, std::int64_t count, std::uint32_t zero_is_bad) {
+bool copy_checked(const char* from, char* to, std::int64_t count, std::uint32_t zero_is_bad) {
   using Words = std::uint32_t __attribute__((vector_size(__BIGGEST_ALIGNMENT__)));  // the widest register
   constexpr std::int64_t kWords = sizeof(Words) / 4;
-  const auto check = [&](auto bits) { return ((bits & 0x7FFFFFFFu) + 0x00800000u) | ((bits & 0x7FFFFFFFu) - zero_is_bad); };
+  const auto copy = [&](std::int64_t i, auto bits) {
+    __builtin_memcpy(&bits, from + i * 4, sizeof(bits));
+    __asm__ volatile("" : : : "memory");  // what was read is what is checked: it may have changed since
+    __builtin_memcpy(to + i * 4, &bits, sizeof(bits));
+    return ((bits & 0x7FFFFFFFu) + 0x00800000u) | ((bits & 0x7FFFFFFFu) - zero_is_bad);
+  };
   Words found = {};
   std::int64_t i = 0;
-  for (; i + kWords <= count; i += kWords) {
-    Words bits;
-    __builtin_memcpy(&bits, values + i, sizeof(bits));
-    found |= check(bits);
-  }
+  for (; i + kWords <= count; i += kWords) found |= copy(i, Words{});
   std::uint32_t any = 0;
-  for (; i < count; ++i) {
-    std::uint32_t bits = 0;
-    __builtin_memcpy(&bits, values + i, sizeof(bits));
-    any |= check(bits);
-  }
+  for (; i < count; ++i) any |= copy(i, std::uint32_t{0});
   for (int k = 0; k < kWords; ++k) any |= found[k];
   return any >> 31 == 0;
 }
@@ -413,7 +410,7 @@ constexpr KernelTable make_table() {
     fill_output<Bfloat16, Bfloat16Source, false>(table.kernels[numerics], kBfloat16);
     fill_output<Float32, Float32Source, false>(table.kernels[numerics], kFloat32);
   }
-  table.all_good = all_good;
+  table.copy_checked = copy_checked;
   table.writes_whole_lines = kWideRow * kLanes == 64;
   return table;
 }

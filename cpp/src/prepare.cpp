@@ -73,8 +73,11 @@ class Preparer {
   // Out of line: it would take the registers of a loop that hardly ever needs it.
   __attribute__((noinline)) Status check_overlap(Argument argument, Argument other) const;
   bool given(Argument argument) const { return plan_.operands[argument].dtype != DType::none; }
-  void copy_channels(Argument argument, ChannelSteps steps, float* out) const;
-  Status find_bad_channel(const float* packed) const;
+  bool copy_channels(int which, float* out) const;
+  Status find_bad_channel(float* packed) const;
+  bool copy_checked(const void* from, float* to, std::int64_t count, bool is_scale) const {
+    return plan_.target->table->copy_checked(static_cast<const char*>(from), reinterpret_cast<char*>(to), count, is_scale);
+  }
   bool set_reciprocals(const Channels& from, float* reciprocal, float* fixed_offset) const;
   template <class Index> Status resolve_page();
   template <class Index> Status resolve_contiguous();
@@ -130,15 +133,16 @@ Status Preparer::check_overlap(Argument argument, Argument other) const {
 }
 
 constexpr Argument kChannelArguments[4] = {Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v};
+constexpr bool is_scale(int which) { return which < 2; }
 
-// Copies scales and offsets, then checks the copies by their bits (C6): whoever may write to the operands meanwhile.
+// Copies scales and offsets and checks the copies by their bits (C6): whoever may write to the operands meanwhile.
 Status Preparer::pack_scales() {
   auto* const packed = reinterpret_cast<float*>(workspace_ + layout_.per_channel);
   const std::int64_t columns = columns_kv(plan_);
   float *const scales = packed, *const offsets = packed + 2 * columns, *const reciprocals = packed + 4 * columns;
-  for (int i = 0; i < 4; ++i) copy_channels(kChannelArguments[i], plan_.channel_steps[i], packed + i * columns);
-  const auto all_good = plan_.target->table->all_good;
-  if (!all_good(scales, 2 * columns, 1) || !all_good(offsets, 2 * columns, 0)) return find_bad_channel(packed);
+  bool good = true;
+  for (int i = 0; i < 4; ++i) good &= copy_channels(i, packed + i * columns);
+  if (!good) return find_bad_channel(packed);
   out_.k_channels = {scales, offsets};
   out_.v_channels = {scales + columns, offsets + columns};
   if (!plan_.use_reciprocals || tokens_ < kReciprocalTokens) return {};
@@ -153,36 +157,35 @@ Status Preparer::pack_scales() {
   return {};
 }
 
-// A scale or offset as [Nkv*D], each of its elements read once.
-void Preparer::copy_channels(Argument argument, ChannelSteps steps, float* out) const {
+// A scale or offset as [Nkv*D], each of its elements read once; false if one of them is bad.
+bool Preparer::copy_channels(int which, float* out) const {
   const std::int64_t heads = plan_.heads_kv, dim = plan_.dim;
-  const auto* const from = static_cast<const char*>(call_[argument]);
-  if (!given(argument)) {
+  const ChannelSteps steps = plan_.channel_steps[which];
+  const auto* const from = static_cast<const char*>(call_[kChannelArguments[which]]);
+  if (!given(kChannelArguments[which])) {
     std::memset(out, 0, static_cast<std::size_t>(heads * dim) * sizeof(float));  // adding 0 keeps every quantised value
-    return;
+    return true;
   }
-  if (steps.column == sizeof(float) && (heads == 1 || steps.head == dim * steps.column)) {
-    std::memcpy(out, from, static_cast<std::size_t>(heads * dim) * sizeof(float));
-    return;
-  }
+  if (steps.column == sizeof(float) && (heads == 1 || steps.head == dim * steps.column))
+    return copy_checked(from, out, heads * dim, is_scale(which));
   for (std::int64_t h = 0; h < heads; ++h)
     for (std::int64_t d = 0; d < dim; ++d) {
       const std::int64_t met_h = steps.head ? h : 0, met_d = steps.column ? d : 0;  // where this element was met first
       const bool repeats = met_h < h || met_d < d;
       out[h * dim + d] = repeats ? out[met_h * dim + met_d] : read<float>(from, h * steps.head + d * steps.column);
     }
+  return copy_checked(out, out, heads * dim, is_scale(which));
 }
 
-Status Preparer::find_bad_channel(const float* packed) const {
+Status Preparer::find_bad_channel(float* packed) const {
   for (int i = 0; i < 4; ++i)
     for (std::int64_t h = 0; h < plan_.heads_kv; ++h)
       for (std::int64_t d = 0; d < plan_.dim; ++d, ++packed) {
-        const bool is_scale = i < 2;
-        if (plan_.target->table->all_good(packed, 1, is_scale)) continue;
+        if (copy_checked(packed, packed, 1, is_scale(i))) continue;
         const View& view = plan_.operands[kChannelArguments[i]];
         const bool per_head = view.ndim == 2 && view.shape[1] == 1;
         const std::int64_t position = per_head ? h : h * plan_.dim + d;
-        return fault(is_scale ? Code::scale : Code::offset, kChannelArguments[i], bits_of(*packed), 0, -1, position);
+        return fault(is_scale(i) ? Code::scale : Code::offset, kChannelArguments[i], bits_of(*packed), 0, -1, position);
       }
   return {};
 }
