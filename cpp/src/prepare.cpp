@@ -105,18 +105,18 @@ Status Preparer::check_memory() const {
   }
   struct {
     std::uintptr_t low, high;
-  } written[kOperandCount];
+  } ranges[kOperandCount];
   for (int i = 0; i < extents->count; ++i) {
     const auto& extent = extents->of[i];
     const auto data = reinterpret_cast<std::uintptr_t>(call_[extent.argument]);
     if (!data) return fault(Code::missing, extent.argument);
-    const std::uintptr_t low = data + static_cast<std::uintptr_t>(extent.bytes.low);
-    const std::uintptr_t high = data + static_cast<std::uintptr_t>(extent.bytes.high);
-    const int others = i < extents->written ? i : extents->written;
-    for (int j = 0; j < others; ++j)
-      if (low < written[j].high && written[j].low < high)
-        if (Status s = check_overlap(extents->of[j].argument, extent.argument)) return s;
-    if (i < extents->written) written[i] = {low, high};
+    ranges[i] = {data + static_cast<std::uintptr_t>(extent.bytes.low), data + static_cast<std::uintptr_t>(extent.bytes.high)};
+  }
+  for (int j = 0; j < extents->written; ++j) {
+    const auto written = ranges[j];
+    for (int i = j + 1; i < extents->count; ++i)
+      if (ranges[i].low < written.high && written.low < ranges[i].high)
+        if (Status s = check_overlap(extents->of[j].argument, extents->of[i].argument)) return s;
   }
   return {};
 }
