@@ -9,8 +9,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libcpp.atomic cimport atomic, memory_order_relaxed
 cimport cython
-from cpython.long cimport PyLong_CheckExact
-from cpython.object cimport PyObject
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
@@ -40,9 +40,20 @@ cdef extern from *:
         char[32768] bytes
 
 cdef extern from "numpy/arrayobject.h":
-    bint PyArray_ISNOTSWAPPED(cnp.ndarray) noexcept
-    bint PyArray_ISWRITEABLE(cnp.ndarray) noexcept
-    object PyArray_Empty(int ndim, cnp.npy_intp* shape, cnp.PyArray_Descr* descr, int fortran)
+    ctypedef struct PyArrayObject:  # by pointer, so that nothing counts references
+        pass
+    PyTypeObject PyArray_Type
+    bint PyArray_CheckExact(PyObject*) noexcept
+    int PyArray_TYPE(PyArrayObject*) noexcept
+    int PyArray_NDIM(PyArrayObject*) noexcept
+    void* PyArray_DATA(PyArrayObject*) noexcept
+    cnp.npy_intp* PyArray_DIMS(PyArrayObject*) noexcept
+    cnp.npy_intp* PyArray_STRIDES(PyArrayObject*) noexcept
+    cnp.PyArray_Descr* PyArray_DESCR(PyArrayObject*) noexcept
+    bint PyArray_ISNOTSWAPPED(PyArrayObject*) noexcept
+    bint PyArray_ISWRITEABLE(PyArrayObject*) noexcept
+    object PyArray_NewFromDescr(PyTypeObject*, cnp.PyArray_Descr*, int ndim, const cnp.npy_intp* shape,
+                                const cnp.npy_intp* strides, void* data, int flags, PyObject* owner)
 
 cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
     cdef enum class DType(int32_t):
@@ -89,6 +100,7 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
     cdef cppclass Prepared:
         Call call
         int64_t tokens
+    Status make_plan(const Operands&, const Options&, CorePlan&) noexcept
     size_t message(const Status&, char*, size_t) noexcept
     const char* name(Argument) noexcept
     size_t workspace_size(const CorePlan&, int64_t) noexcept
@@ -111,16 +123,28 @@ cdef extern from "pool.hpp" namespace "kvquant::pool" nogil:
 
 
 cdef extern from "request.hpp" namespace "kvquant" nogil:
+    cdef cppclass Made:
+        CorePlan plan
+        uint32_t given
+    cdef cppclass LastPlan:
+        Made made
+        bint valid
     cdef cppclass Request:
-        Operands operands
-        Options options
-        void* data[20]
         PyObject* arrays[20]
+        void* data[20]
+        int64_t[3] size_splits
+        Options options
         int threads
         bint tensors, direct
-        const CorePlan* plan
-    bint same_metadata(const Request&, const Operands&, const Options&) noexcept
-    Status check_request(Request&, bint) noexcept
+        const Made* made
+        LastPlan* last
+        Made own
+    uint32_t looked_at(const Request&, bint) noexcept
+    bint same_metadata(const View&, const View&) noexcept
+    bint same_options(const Request&, const CorePlan&) noexcept
+    void borrow_last_plan(Request&) noexcept
+    Made& new_plan(Request&) noexcept
+    void keep_plan(Request&) noexcept
 
 
 # ---- from arrays to views -------------------------------------------------------------------------------------------
@@ -147,13 +171,18 @@ def _fill_dtypes():
 _fill_dtypes()
 
 
+cdef inline DType dtype_of(PyArrayObject* array) noexcept:
+    """other: also for a bfloat16 that has not been met yet."""
+    cdef int number = PyArray_TYPE(array)
+    if 0 <= number < 32:
+        return dtype_of_number[number]
+    return DType.bfloat16 if number == bfloat16_number.load(memory_order_relaxed) else DType.other
+
+
 cdef DType user_dtype(cnp.ndarray array) except *:
-    cdef int number = cnp.PyArray_TYPE(array)
-    if number == bfloat16_number.load(memory_order_relaxed):
-        return DType.bfloat16
     scalar = array.dtype.type
-    if number >= 256 and scalar.__name__ == "bfloat16" and scalar.__module__.split(".")[0] == "ml_dtypes":
-        bfloat16_number.store(number, memory_order_relaxed)
+    if cnp.PyArray_TYPE(array) >= 256 and scalar.__name__ == "bfloat16" and scalar.__module__.split(".")[0] == "ml_dtypes":
+        bfloat16_number.store(cnp.PyArray_TYPE(array), memory_order_relaxed)
         return DType.bfloat16
     return DType.other
 
@@ -168,35 +197,30 @@ cdef int fill(View* view, object given, Argument argument) except -1:
         raise TypeError(f"{name_of(argument)}: expected a numpy.ndarray, got {type(given).__name__}")
     if not cnp.PyArray_CheckExact(given) and isinstance(given, np.ma.MaskedArray):
         raise TypeError(f"{name_of(argument)}: expected a plain numpy.ndarray, got a masked array")
-    cdef cnp.ndarray array = <cnp.ndarray>given
+    cdef PyArrayObject* array = <PyArrayObject*>given
     if not PyArray_ISNOTSWAPPED(array):
-        raise TypeError(f"{name_of(argument)}: expected native byte order, got dtype {array.dtype.str}")
-    cdef int number = cnp.PyArray_TYPE(array), ndim = cnp.PyArray_NDIM(array), i
-    view.dtype = dtype_of_number[number] if 0 <= number < 32 else user_dtype(array)
-    view.data = cnp.PyArray_DATA(array)
+        raise TypeError(f"{name_of(argument)}: expected native byte order, got dtype {given.dtype.str}")
+    cdef int ndim = PyArray_NDIM(array), i
+    view.dtype = dtype_of(array)
+    if view.dtype == DType.other:
+        view.dtype = user_dtype(given)
+    view.data = PyArray_DATA(array)
     view.read_only = not PyArray_ISWRITEABLE(array)
     view.ndim = ndim
-    cdef cnp.npy_intp* shape = cnp.PyArray_DIMS(array)
-    cdef cnp.npy_intp* strides = cnp.PyArray_STRIDES(array)
     for i in range(ndim if ndim < 4 else 4):
-        view.shape[i] = shape[i]
-        view.strides[i] = strides[i]
+        view.shape[i] = PyArray_DIMS(array)[i]
+        view.strides[i] = PyArray_STRIDES(array)[i]
     return 0
 
 
-cdef bint is_like(const View* view, cnp.ndarray array) noexcept:
+cdef inline bint is_like(const View* view, PyArrayObject* array) noexcept:
     """Whether fill() would give this view again, the address apart. False may also mean that it takes fill() to tell."""
-    cdef int number = cnp.PyArray_TYPE(array), i
-    cdef DType dtype = DType.other
-    if 0 <= number < 32:
-        dtype = dtype_of_number[number]
-    elif number == bfloat16_number.load(memory_order_relaxed):
-        dtype = DType.bfloat16
-    if (dtype != view.dtype or cnp.PyArray_NDIM(array) != view.ndim or not PyArray_ISNOTSWAPPED(array)
+    if (dtype_of(array) != view.dtype or PyArray_NDIM(array) != view.ndim or not PyArray_ISNOTSWAPPED(array)
             or PyArray_ISWRITEABLE(array) == view.read_only):
         return False
-    cdef cnp.npy_intp* shape = cnp.PyArray_DIMS(array)
-    cdef cnp.npy_intp* strides = cnp.PyArray_STRIDES(array)
+    cdef cnp.npy_intp* shape = PyArray_DIMS(array)
+    cdef cnp.npy_intp* strides = PyArray_STRIDES(array)
+    cdef int i
     for i in range(view.ndim):
         if shape[i] != view.shape[i] or strides[i] != view.strides[i]:
             return False
@@ -238,25 +262,9 @@ cdef bint is_integer(value) except -1:
     return PyLong_CheckExact(value) or isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-cdef int set_array(Request* r, Argument argument, given) except -1:
-    cdef View* view = &r.operands.view[<int>argument]
-    if r.tensors:
-        fill_tensor(view, given, argument, r.direct)
-    else:
-        fill(view, given, argument)
-    r.data[<int>argument] = view.data
-    view.data = NULL
-    r.arrays[<int>argument] = <PyObject*>given
-    return 0
-
-
-cdef int set_optional(Request* r, Argument argument, given) except -1:
-    return 0 if given is None else set_array(r, argument, given)
-
-
 @cython.boundscheck(True)  # another thread may shorten a list
 cdef int set_splits(Request* r, size_splits) except -1:
-    cdef int i
+    cdef int i, overflow = 0
     cdef long long columns
     if cnp.PyArray_Check(size_splits):
         if size_splits.dtype.kind not in "iu" or size_splits.ndim != 1:
@@ -270,42 +278,35 @@ cdef int set_splits(Request* r, size_splits) except -1:
         value = size_splits[i]
         if not is_integer(value):
             raise TypeError(f"size_splits[{i}]: expected an integer, got {type(value).__name__}")
-        columns = -1
-        try:
-            columns = value
-        except OverflowError:
-            pass
-        if columns < 0:
+        columns = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if columns < 0 or overflow:
             raise ValueError(f"size_splits[{i}]: expected a length in columns, got {value}")
-        r.operands.size_splits[i] = columns
-    return 0
-
-
-cdef int set_columns(Request* r, weight_scale, activation_scale, bias) except -1:
-    # C3: for float x these have no effect and are not looked at, whatever they are.
-    if r.operands.view[<int>Argument.x].dtype == DType.int32:
-        set_optional(r, Argument.weight_scale, weight_scale)
-        set_optional(r, Argument.activation_scale, activation_scale)
-        set_optional(r, Argument.bias, bias)
+        r.size_splits[i] = columns
     return 0
 
 
 cdef object frozen(out):
-    """`out` as a tuple, which no other thread can change: a request only borrows its arrays. Anything else as it is."""
-    return out if type(out) is tuple or not isinstance(out, (list, tuple)) else tuple(out)
+    """`out` as a tuple, which no other thread can change: a request only borrows its arrays."""
+    if type(out) is tuple or out is None:
+        return out
+    if not isinstance(out, (tuple, list)):
+        raise ValueError(f"out: expected None or (q, k, v), got {type(out).__name__}")
+    return tuple(out)
 
 
-cdef int set_out(Request* r, out) except -1:
+cdef PyObject* borrowed(given) noexcept:
+    return <PyObject*>NULL if given is None else <PyObject*>given
+
+
+cdef int set_out(Request* r, tuple out) except -1:
     # `out` has been through frozen() and outlives the request.
     if out is None:
         return 0
-    if not isinstance(out, (tuple, list)):
-        raise ValueError(f"out: expected None or (q, k, v), got {type(out).__name__}")
     if len(out) != 3:
         raise ValueError(f"out: expected None or (q, k, v), got {len(out)} items")
-    set_optional(r, Argument.q, out[0])
-    set_optional(r, Argument.k, out[1])
-    set_optional(r, Argument.v, out[2])
+    r.arrays[<int>Argument.q] = borrowed(out[0])
+    r.arrays[<int>Argument.k] = borrowed(out[1])
+    r.arrays[<int>Argument.v] = borrowed(out[2])
     return 0
 
 
@@ -360,25 +361,77 @@ cdef int set_options(Request* r, quant_mode, input_layout, kv_output, cache_mode
 cdef int fill_request(Request* r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
                       weight_scale, activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics,
                       padding_index, allow_duplicates, vendor_limits, out, num_threads, isa) except -1:
-    set_array(r, Argument.x, x)
-    set_array(r, Argument.cos, cos)
-    set_array(r, Argument.sin, sin)
-    set_array(r, Argument.k_cache, k_cache)
-    set_array(r, Argument.v_cache, v_cache)
-    set_array(r, Argument.indices, indices)
-    set_array(r, Argument.scale_k, scale_k)
-    set_array(r, Argument.scale_v, scale_v)
+    r.arrays[<int>Argument.x] = <PyObject*>x
+    r.arrays[<int>Argument.cos] = <PyObject*>cos
+    r.arrays[<int>Argument.sin] = <PyObject*>sin
+    r.arrays[<int>Argument.k_cache] = <PyObject*>k_cache
+    r.arrays[<int>Argument.v_cache] = <PyObject*>v_cache
+    r.arrays[<int>Argument.indices] = <PyObject*>indices
+    r.arrays[<int>Argument.scale_k] = <PyObject*>scale_k
+    r.arrays[<int>Argument.scale_v] = <PyObject*>scale_v
+    r.arrays[<int>Argument.offset_k] = borrowed(offset_k)
+    r.arrays[<int>Argument.offset_v] = borrowed(offset_v)
+    r.arrays[<int>Argument.weight_scale] = borrowed(weight_scale)
+    r.arrays[<int>Argument.activation_scale] = borrowed(activation_scale)
+    r.arrays[<int>Argument.bias] = borrowed(bias)
+    r.arrays[<int>Argument.positions] = borrowed(positions)
     set_splits(r, size_splits)
-    set_optional(r, Argument.offset_k, offset_k)
-    set_optional(r, Argument.offset_v, offset_v)
-    set_columns(r, weight_scale, activation_scale, bias)
-    set_optional(r, Argument.positions, positions)
     set_options(r, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index, allow_duplicates, vendor_limits, isa)
     set_out(r, out)
     set_threads(r, num_threads)
-    if r.tensors:
-        refuse_gradients(r)
     return 0
+
+
+# ---- the plan of a call ---------------------------------------------------------------------------------------------
+
+cdef int fill_any(Request* r, int argument, View* view) except -1:
+    """The view of an operand, array or tensor; notes its address."""
+    if r.tensors:
+        fill_tensor(view, <object>r.arrays[argument], <Argument>argument, r.direct)
+    else:
+        fill(view, <object>r.arrays[argument], <Argument>argument)
+    r.data[argument] = view.data
+    view.data = NULL
+    return 0
+
+
+cdef int fill_views(Request* r, Made* made) except -1:
+    cdef View* x = &made.plan.operands.view[<int>Argument.x]
+    cdef int i
+    fill_any(r, <int>Argument.x, x)
+    made.given = looked_at(r[0], x.dtype == DType.int32)
+    for i in range(<int>Argument.x + 1, kOperandCount):
+        if made.given >> i & 1:
+            fill_any(r, i, &made.plan.operands.view[i])
+    return 0
+
+
+cdef bint is_made_of(Request* r, const Made* made) except -1:
+    """Whether the plan was made of operands like those of the request. Notes their addresses, as fill_views() does."""
+    cdef const View* view
+    cdef PyObject* array
+    cdef int i
+    if made.given != looked_at(r[0], made.plan.integer_x):
+        return False
+    for i in range(kOperandCount):
+        if not made.given >> i & 1:
+            continue
+        view = &made.plan.operands.view[i]
+        array = r.arrays[i]
+        if r.tensors or not PyArray_CheckExact(array):
+            if not is_filled_like(r, i, view):
+                return False
+        else:
+            if not is_like(view, <PyArrayObject*>array):
+                return False
+            r.data[i] = PyArray_DATA(<PyArrayObject*>array)
+    return True
+
+
+cdef bint is_filled_like(Request* r, int argument, const View* known) except -1:
+    cdef View view
+    fill_any(r, argument, &view)
+    return same_metadata(view, known[0])
 
 
 cdef object array_at(Request* r, Argument argument):
@@ -389,54 +442,68 @@ cdef object array_at(Request* r, Argument argument):
     return None if array == NULL else <object>array
 
 
-cdef int check_plan(Request* r, bint keep) except -1:
-    """keep: the plan is to outlive this call."""
-    cdef Status status = check_request(r[0], keep)
-    if status.code != Code.ok:
-        raise_status(status, array_at(r, status.argument))
+cdef int check_plan(Request* r) except -1:
+    """Finds the plan of a request that has none, or makes it."""
+    cdef Made* made
+    cdef Status status
+    if r.made == NULL:
+        borrow_last_plan(r[0])
+        if r.last != NULL and r.last.valid and same_options(r[0], r.last.made.plan) and is_made_of(r, &r.last.made):
+            r.made = &r.last.made
+        else:
+            made = &new_plan(r[0])
+            fill_views(r, made)
+            status = make_plan(made.plan.operands, made.plan.options, made.plan)
+            if status.code != Code.ok:
+                raise_status(status, array_at(r, status.argument))
+            r.made = made
+            if r.last != NULL:
+                r.last.valid = r.options.isa == NULL  # a name of a target lives as long as its caller wants
+    if r.tensors:
+        refuse_gradients(r)
     return 0
 
 
 # ---- one call -------------------------------------------------------------------------------------------------------
 
-cdef object empty_output(cnp.ndarray like, const View& view):
-    cdef cnp.npy_intp[4] shape
-    cdef int i
-    for i in range(view.ndim):
-        shape[i] = view.shape[i]
-    cdef cnp.PyArray_Descr* descr = cnp.PyArray_DESCR(like)
-    Py_INCREF(<object>descr)  # stolen by the call
-    return PyArray_Empty(view.ndim, shape, descr, 0)
-
-
 cdef cnp.npy_intp no_elements = 0
 cdef int64_t nothing  # what arrays without elements point to, so that NumPy need not allocate
+
+
+cdef object new_array(PyArrayObject* like, int ndim, const cnp.npy_intp* shape, void* data):
+    """A contiguous array of the dtype of `like`; data: its memory, NULL to allocate it."""
+    cdef cnp.PyArray_Descr* descr = PyArray_DESCR(like)
+    Py_INCREF(<object>descr)  # stolen by the call
+    return PyArray_NewFromDescr(&PyArray_Type, descr, ndim, shape, NULL, data, 0 if data == NULL else cnp.NPY_ARRAY_CARRAY, NULL)
 
 
 cdef object output(Request* r, Call* call, Argument argument):
     """The array for q, k or v: the caller's, a new one, or one of shape (0,)."""
     cdef View none
-    cdef object array
-    cdef int i = <int>argument
+    cdef cnp.npy_intp[4] shape
+    cdef int i = <int>argument, axis
     if r.arrays[i] != NULL:
         call.data[i] = r.data[i]
         return <object>r.arrays[i]
-    cdef const View* view = &r.plan.operands.view[i]
+    cdef const View* view = &r.made.plan.operands.view[i]
     cdef bint wanted = argument == Argument.q or r.options.kv_output
-    like = <object>r.arrays[<int>Argument.cos]
+    cdef PyObject* like = r.arrays[<int>Argument.cos]
     if r.tensors:
         none.ndim = 1
-        return empty_tensor(like, r.operands.view[<int>Argument.cos].dtype, view[0] if wanted else none, &call.data[i])
+        return empty_tensor(<object>like, r.made.plan.operands.view[<int>Argument.cos].dtype, view[0] if wanted else none,
+                            &call.data[i])
     if not wanted:
-        return cnp.PyArray_SimpleNewFromData(1, &no_elements, cnp.PyArray_TYPE(<cnp.ndarray>like), &nothing)
-    array = empty_output(<cnp.ndarray>like, view[0])
-    call.data[i] = cnp.PyArray_DATA(<cnp.ndarray>array)
+        return new_array(<PyArrayObject*>like, 1, &no_elements, &nothing)
+    for axis in range(view.ndim):
+        shape[axis] = view.shape[axis]
+    array = new_array(<PyArrayObject*>like, view.ndim, shape, NULL)
+    call.data[i] = PyArray_DATA(<PyArrayObject*>array)
     return array
 
 
 cdef object execute(Request* r, void* indices=NULL):
     """prepare and run a checked request, with other indices if any; returns (q, k, v, k_cache, v_cache), PyTorch's op (q, k, v)."""
-    cdef const CorePlan* plan = r.plan
+    cdef const CorePlan* plan = &r.made.plan
     cdef Prepared prepared
     cdef Call* call = &prepared.call
     cdef KvquantStack stack
@@ -556,7 +623,7 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
     fill_request(&r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale,
                  activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
                  allow_duplicates, vendor_limits, out, num_threads, isa)
-    check_plan(&r, False)
+    check_plan(&r)
     return execute(&r)
 
 
@@ -583,7 +650,7 @@ cdef class Plan:
                 and scale_v is None and offset_k is None and offset_v is None and weight_scale is None
                 and activation_scale is None and bias is None and positions is None and out is None and num_threads is None
                 and self.is_unchanged(indices)):
-            return execute(&self.bound, NULL if indices is None else cnp.PyArray_DATA(<cnp.ndarray>indices))
+            return execute(&self.bound, NULL if indices is None else PyArray_DATA(<PyArrayObject*>indices))
         return self.run_with(indices, x, cos, sin, k_cache, v_cache, scale_k, scale_v, offset_k, offset_v, weight_scale,
                              activation_scale, bias, positions, out, num_threads)
 
@@ -591,52 +658,40 @@ cdef class Plan:
                          activation_scale, bias, positions, out, num_threads):
         """run with other operands, or with arrays that have changed."""
         cdef Request r
-        given = self.given
+        cdef tuple others = (x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v, weight_scale,
+                             activation_scale, bias, positions)
+        cdef int i
         r.tensors = r.direct = self.bound.tensors
-        out = given[14] if out is None else frozen(out)
-        r.operands.size_splits = self.bound.operands.size_splits
+        r.size_splits = self.bound.size_splits
         r.options = self.bound.options
-        set_array(&r, Argument.x, given[0] if x is None else x)
-        set_array(&r, Argument.cos, given[1] if cos is None else cos)
-        set_array(&r, Argument.sin, given[2] if sin is None else sin)
-        set_array(&r, Argument.k_cache, given[3] if k_cache is None else k_cache)
-        set_array(&r, Argument.v_cache, given[4] if v_cache is None else v_cache)
-        set_array(&r, Argument.indices, given[5] if indices is None else indices)
-        set_array(&r, Argument.scale_k, given[6] if scale_k is None else scale_k)
-        set_array(&r, Argument.scale_v, given[7] if scale_v is None else scale_v)
-        set_optional(&r, Argument.offset_k, given[8] if offset_k is None else offset_k)
-        set_optional(&r, Argument.offset_v, given[9] if offset_v is None else offset_v)
-        set_columns(&r, given[10] if weight_scale is None else weight_scale,
-                    given[11] if activation_scale is None else activation_scale, given[12] if bias is None else bias)
-        set_optional(&r, Argument.positions, given[13] if positions is None else positions)
+        for i in range(<int>Argument.q):
+            r.arrays[i] = self.bound.arrays[i] if others[i] is None else <PyObject*>others[i]
+        out = self.given[14] if out is None else frozen(out)
         set_out(&r, out)
         if num_threads is None:
             r.threads = self.bound.threads
         else:
             set_threads(&r, num_threads)
-        if r.tensors:
-            refuse_gradients(&r)
-        if same_metadata(r, self.bound.operands, self.bound.options):
-            r.plan = self.bound.plan
-        else:
-            check_plan(&r, False)
+        if is_made_of(&r, &self.bound.own):
+            r.made = self.bound.made
+        check_plan(&r)
         return execute(&r)
 
     cdef bint is_unchanged(self, indices):
         """Whether no bound array has moved or changed its form, and `indices`, if given, have that of the bound ones."""
-        cdef cnp.ndarray array
+        cdef PyArrayObject* array
         cdef int i
         if self.bound.tensors or not (indices is None or cnp.PyArray_CheckExact(indices)):
             return False
         for i in range(kOperandCount):
-            if self.bound.arrays[i] == NULL:
+            if not self.bound.made.given >> i & 1:
                 continue
             if i == <int>Argument.indices and indices is not None:
-                if not is_like(&self.bound.operands.view[i], <cnp.ndarray>indices):
+                if not is_like(&self.bound.made.plan.operands.view[i], <PyArrayObject*>indices):
                     return False
                 continue
-            array = <cnp.ndarray>self.bound.arrays[i]
-            if cnp.PyArray_DATA(array) != self.bound.data[i] or not is_like(&self.bound.operands.view[i], array):
+            array = <PyArrayObject*>self.bound.arrays[i]
+            if PyArray_DATA(array) != self.bound.data[i] or not is_like(&self.bound.made.plan.operands.view[i], array):
                 return False
         return True
 
@@ -655,22 +710,21 @@ cdef class Plan:
     def describe(self):
         """One readable paragraph: shapes and dtypes, the path of a token, ISA, threads and the bytes of one run."""
         self.check_made()
-        cdef int64_t tokens = self.bound.plan.batch * self.bound.plan.sequence, kv = self.bound.plan.heads_kv * self.bound.plan.dim
-        cdef int64_t q = self.bound.plan.heads_q * self.bound.plan.dim
+        cdef const CorePlan* made = &self.bound.made.plan
+        cdef int64_t tokens = made.batch * made.sequence, q = made.heads_q * made.dim, kv = made.heads_kv * made.dim
         x, cos, k_cache, isa = self.given[0], self.given[1], self.given[3], self.given[15]
         cdef const Options* options = &self.bound.options
         read = tokens * ((q + 2 * kv) * x.dtype.itemsize + 2 * cos.shape[cos.ndim - 1] * cos.dtype.itemsize)
-        written = tokens * ((q + (2 * kv if self.bound.options.kv_output else 0)) * cos.dtype.itemsize + 2 * kv)
+        written = tokens * ((q + (2 * kv if options.kv_output else 0)) * cos.dtype.itemsize + 2 * kv)
         mode = "page" if options.cache_mode == CacheMode.page else "contiguous"
-        bias = f"{self.given[12].dtype} bias" if self.bound.plan.integer_x and self.given[12] is not None else "no bias"
-        path = [f"dequantise with {bias}"] if self.bound.plan.integer_x else []
+        bias = f"{self.given[12].dtype} bias" if made.integer_x and self.given[12] is not None else "no bias"
+        path = [f"dequantise with {bias}"] if made.integer_x else []
         path += ["rotate by rows of each token" if self.given[13] is None else "rotate by rows of tables at positions",
                  f"quantise ({'ascend' if options.numerics == Numerics.ascend else 'fp32'} numerics)",
                  f"{mode} cache {list(k_cache.shape)}" + (" except index -1" if options.skip_padding else "")]
         return (f"kvquant plan: {x.dtype} x to {cos.dtype} {'q, k and v' if options.kv_output else 'q'}, "
-                f"B={self.bound.plan.batch} S={self.bound.plan.sequence} Nq={self.bound.plan.heads_q} "
-                f"Nkv={self.bound.plan.heads_kv} D={self.bound.plan.dim}; path: {', '.join(path)}; "
-                f"isa {isa or active()}, threads {self.bound.threads or 'auto'}; "
+                f"B={made.batch} S={made.sequence} Nq={made.heads_q} Nkv={made.heads_kv} D={made.dim}; "
+                f"path: {', '.join(path)}; isa {isa or active()}, threads {self.bound.threads or 'auto'}; "
                 f"a run reads {read} bytes of x, cos and sin and writes {written} bytes")
 
 
@@ -698,7 +752,8 @@ cdef Plan make_plan_object(bint tensors, x, cos, sin, k_cache, v_cache, indices,
                  padding_index, allow_duplicates, vendor_limits, out, num_threads, isa)
     result.given = (x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v, weight_scale,
                     activation_scale, bias, positions, out, isa)
-    check_plan(&result.bound, True)
+    check_plan(&result.bound)
+    keep_plan(result.bound)
     return result
 
 

@@ -172,17 +172,17 @@ cdef int need_memory(object given, Argument argument) except -1:
 
 cdef int refuse_gradients(Request* r) except -1:
     """ValueError if an operand requires gradients while they are enabled, or has a tangent (forward-mode differentiation)."""
-    cdef View* view
+    cdef const View* view
     cdef int i
     if getattr(forward_ad, "_current_level", -1) >= 0:
         for i in range(kOperandCount):
-            if r.arrays[i] != NULL and forward_ad.unpack_dual(<object>r.arrays[i]).tangent is not None:
+            if r.made.given >> i & 1 and forward_ad.unpack_dual(<object>r.arrays[i]).tangent is not None:
                 raise ValueError(f"{name_of(<Argument>i)}: expected a tensor without a tangent, as there is no derivative")
     if not grad_enabled():
         return 0
     for i in range(kOperandCount):
-        view = &r.operands.view[i]
-        if r.arrays[i] == NULL or view.dtype == DType.int8 or view.dtype == DType.int32 or view.dtype == DType.int64:
+        view = &r.made.plan.operands.view[i]
+        if not r.made.given >> i & 1 or view.dtype == DType.int8 or view.dtype == DType.int32 or view.dtype == DType.int64:
             continue  # integers have no gradients
         if (<object>r.arrays[i]).requires_grad:
             raise ValueError(f"{name_of(<Argument>i)}: expected a tensor that requires no grad, as there is no backward pass; "
@@ -257,7 +257,7 @@ def tensor_call(x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_s
     fill_request(&r, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v, weight_scale,
                  activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics, padding_index,
                  allow_duplicates, vendor_limits, None, num_threads, isa)
-    check_plan(&r, False)
+    check_plan(&r)
     return execute(&r)
 
 

@@ -10,77 +10,91 @@
 
 namespace kvquant {
 
-// The arguments of one call or plan as the core wants them. The arrays are borrowed: from the caller's arguments during
-// a call, from Plan's own references afterwards.
+// A plan, and which operands it was made of, as bits 1 << Argument: make_plan adds views of absent results.
+struct Made {
+  Plan plan;
+  std::uint32_t given = 0;
+};
+
+// A thread's last plan.
+struct LastPlan {
+  Made made;
+  bool valid = false, lent = false;
+};
+
+// The arguments of one call or plan. The arrays are borrowed: from the caller's arguments during a call, from Plan's own
+// references afterwards.
 struct Request {
-  Operands operands;
-  Options options;
+  PyObject* arrays[kOperandCount] = {};  // null: not given
   void* data[kOperandCount] = {};
-  PyObject* arrays[kOperandCount] = {};
-  int threads = 0;  // 0: automatic
+  std::int64_t size_splits[3];
+  Options options;
+  int threads = 0;       // 0: automatic
   bool tensors = false;  // the arrays are torch tensors, and results will be
   bool direct = false;   // the tensors did not come through PyTorch's dispatcher
-  const Plan* plan = nullptr;  // once checked: `own`, that of the Plan object whose request this is like, or a lent one
-  bool* lent = nullptr;        // true while the plan is lent to this request
+  const Made* made = nullptr;  // once checked: `own`, that of the Plan object whose request this is like, or `last`
+  LastPlan* last = nullptr;    // while it is lent to this request
   union {
-    Plan own;  // not written before it is needed: it is larger than all the rest
+    Made own;  // not written before it is needed: it is larger than all the rest
   };
   Request() {}
   Request(const Request&) = delete;
   Request& operator=(const Request&) = delete;
   ~Request() {
-    if (lent) *lent = false;
+    if (last) last->lent = false;
   }
 };
 
-// Everything that make_plan looks at; compared by fields, as the structures have padding.
-inline bool same_metadata(const Request& r, const Operands& operands, const Options& options) {
-  for (int i = 0; i < kOperandCount; ++i) {
-    const View &a = r.operands.view[i], &b = operands.view[i];
-    if (a.dtype != b.dtype) return false;
-    if (a.dtype == DType::none) continue;
-    std::int64_t differ = (a.ndim ^ b.ndim) | (a.read_only ^ b.read_only);
-    for (int axis = 0; axis < 4; ++axis) differ |= (a.shape[axis] ^ b.shape[axis]) | (a.strides[axis] ^ b.strides[axis]);
-    if (differ) return false;
-  }
-  return std::memcmp(r.operands.size_splits, operands.size_splits, sizeof operands.size_splits) == 0 &&
+// Which operands were given, as bits. C3: for float x three of them have no effect and are not looked at, whatever they are.
+inline std::uint32_t looked_at(const Request& r, bool integer_x) {
+  std::uint32_t given = 0;
+  for (int i = 0; i < kOperandCount; ++i) given |= static_cast<std::uint32_t>(r.arrays[i] != nullptr) << i;
+  const auto bit = [](Argument argument) { return std::uint32_t{1} << static_cast<int>(argument); };
+  return integer_x ? given : given & ~(bit(Argument::weight_scale) | bit(Argument::activation_scale) | bit(Argument::bias));
+}
+
+// What make_plan looks at, of one operand; of at most four dimensions, as those of `known` are.
+inline bool same_metadata(const View& view, const View& known) {
+  if (view.dtype != known.dtype || view.ndim != known.ndim || view.read_only != known.read_only) return false;
+  for (int axis = 0; axis < view.ndim; ++axis)
+    if (view.shape[axis] != known.shape[axis] || view.strides[axis] != known.strides[axis]) return false;
+  return true;
+}
+
+inline bool same_options(const Request& r, const Plan& plan) {
+  const Options& options = plan.options;
+  return std::memcmp(r.size_splits, plan.operands.size_splits, sizeof r.size_splits) == 0 &&
          r.options.cache_mode == options.cache_mode && r.options.numerics == options.numerics &&
          r.options.kv_output == options.kv_output && r.options.skip_padding == options.skip_padding &&
          r.options.allow_duplicates == options.allow_duplicates && r.options.vendor_limits == options.vendor_limits &&
          r.options.isa == options.isa;
 }
 
-// make_plan, unless this thread's last plan was made of the same metadata: decode loops repeat theirs call after call. That plan
-// is lent for as long as the request lives, or copied to be kept. A call in progress may have it already, as allocating a result may
-// run the garbage collector, and that any code.
-inline Status check_request(Request& r, bool keep) {
-  static thread_local struct {
-    Operands operands;
-    Options options;
-    Plan plan;
-    bool made = false, lent = false;
-  } last;
-  if (!last.lent) {
-    if (!last.made || !same_metadata(r, last.operands, last.options)) {
-      last.made = false;
-      new (&last.plan) Plan;
-      if (const Status status = make_plan(r.operands, r.options, last.plan)) return status;
-      last.operands = r.operands;
-      last.options = r.options;
-      last.made = !r.options.isa;  // a name of a target lives as long as its caller wants
-    }
-    if (keep) {
-      r.plan = new (&r.own) Plan(last.plan);
-      return {};
-    }
-    r.plan = &last.plan;
-    r.lent = &last.lent;
-    last.lent = true;
-    return {};
-  }
-  r.plan = &r.own;
-  new (&r.own) Plan;
-  return make_plan(r.operands, r.options, r.own);
+// Decode loops repeat their metadata call after call, so a thread keeps its last plan. It is lent for as long as the request
+// lives. A call in progress may have it already, as allocating a result may run the garbage collector, and that any code: then
+// nothing is lent.
+inline void borrow_last_plan(Request& r) {
+  static thread_local LastPlan last;
+  if (last.lent) return;
+  last.lent = true;
+  r.last = &last;
+}
+
+// Makes room for another plan: in the last one's place or, without, in the request itself.
+inline Made& new_plan(Request& r) {
+  if (r.last) r.last->valid = false;
+  Made& made = *new (r.last ? &r.last->made : &r.own) Made;
+  std::memcpy(made.plan.operands.size_splits, r.size_splits, sizeof r.size_splits);
+  made.plan.options = r.options;
+  return made;
+}
+
+// Lets a checked request outlive its call.
+inline void keep_plan(Request& r) {
+  if (!r.last) return;
+  r.made = new (&r.own) Made(*r.made);
+  r.last->lent = false;
+  r.last = nullptr;
 }
 
 }  // namespace kvquant
