@@ -47,6 +47,7 @@ cdef extern from "numpy/arrayobject.h":
     int PyArray_TYPE(PyArrayObject*) noexcept
     int PyArray_NDIM(PyArrayObject*) noexcept
     void* PyArray_DATA(PyArrayObject*) noexcept
+    cnp.npy_intp PyArray_ITEMSIZE(PyArrayObject*) noexcept
     cnp.npy_intp* PyArray_DIMS(PyArrayObject*) noexcept
     cnp.npy_intp* PyArray_STRIDES(PyArrayObject*) noexcept
     cnp.PyArray_Descr* PyArray_DESCR(PyArrayObject*) noexcept
@@ -477,6 +478,16 @@ cdef object new_array(PyArrayObject* like, int ndim, const cnp.npy_intp* shape, 
     return PyArray_NewFromDescr(&PyArray_Type, descr, ndim, shape, NULL, data, 0 if data == NULL else cnp.NPY_ARRAY_CARRAY, NULL)
 
 
+cdef object aligned_array(PyArrayObject* like, int ndim, const cnp.npy_intp* shape, size_t bytes):
+    """new_array() at a multiple of 64 bytes, as NumPy's own memory hardly ever is: each store of the kernels is a whole line then."""
+    cdef cnp.npy_intp room = bytes + 63
+    owner = cnp.PyArray_SimpleNew(1, &room, cnp.NPY_UINT8)
+    cdef uintptr_t address = (<uintptr_t>PyArray_DATA(<PyArrayObject*>owner) + 63) & ~<uintptr_t>63
+    array = new_array(like, ndim, shape, <void*>address)
+    cnp.set_array_base(array, owner)
+    return array
+
+
 cdef object output(Request* r, Call* call, Argument argument):
     """The array for q, k or v: the caller's, a new one, or one of shape (0,)."""
     cdef View none
@@ -494,9 +505,14 @@ cdef object output(Request* r, Call* call, Argument argument):
                             &call.data[i])
     if not wanted:
         return new_array(<PyArrayObject*>like, 1, &no_elements, &nothing)
+    cdef size_t bytes = PyArray_ITEMSIZE(<PyArrayObject*>like)  # modulo 2^64: NumPy itself refuses arrays that are too large
     for axis in range(view.ndim):
         shape[axis] = view.shape[axis]
-    array = new_array(<PyArrayObject*>like, view.ndim, shape, NULL)
+        bytes *= shape[axis]
+    if 65536 <= bytes < <size_t>1 << 47:
+        array = aligned_array(<PyArrayObject*>like, view.ndim, shape, bytes)
+    else:
+        array = new_array(<PyArrayObject*>like, view.ndim, shape, NULL)
     call.data[i] = PyArray_DATA(<PyArrayObject*>array)
     return array
 

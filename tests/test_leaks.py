@@ -70,6 +70,26 @@ def test_memory_is_flat_over_a_million_calls(calls):
     assert resident() - memory < 512 << 10
 
 
+def test_large_results_are_aligned_and_freed():
+    """From 64 KiB on a result begins at a multiple of 64 bytes, and its memory goes with the last array that shares it."""
+    given = build(Case(tokens=64, dim=130, rank=2, cache_mode="page", kv_output=True, heads=(8, 8))).arguments
+
+    def resident_after(count):
+        for _ in range(count):
+            results = kvquant.dequant_rope_quant_kvcache(**given)[:3]
+        return resident(), results
+
+    before, results = resident_after(100)
+    for result in results:
+        assert result.nbytes >= 65536 and result.ctypes.data % 64 == 0
+        assert result.flags.c_contiguous and result.flags.writeable and type(result) is np.ndarray
+    tails, expected = [result.reshape(-1)[1:] for result in results], [result.tobytes() for result in results]
+    del results
+    after, _ = resident_after(2000)
+    assert after - before < 200 * sum(map(len, expected))
+    assert [tail.tobytes() for tail in tails] == [bytes_[tail.itemsize :] for tail, bytes_ in zip(tails, expected)]
+
+
 def references(arguments):
     """How often each object of a call is referred to; and the types' descriptors, which outputs share."""
     out = arguments["out"] if isinstance(arguments["out"], tuple) else ()
