@@ -27,8 +27,9 @@ namespace {
 // A thread that waits looks this long before it sleeps: longer than the gap between the calls of a busy loop, too short to
 // be seen by a neighbour.
 constexpr std::chrono::microseconds kSpin{30};
-// The fewest and the most elements of x that a thread takes at once: a microsecond or two, below which the taking costs more
-// than it balances, and tens of microseconds, so that a thread that loses its CPU does not keep much work from the others.
+// The fewest and the most elements of x that a thread takes at once where shares are cut: a microsecond or two, below which the
+// taking costs more than it balances, and tens of microseconds, so that a thread that loses its CPU does not keep much work from
+// the others.
 constexpr std::int64_t kMinPiece = 16384, kMaxPiece = 262144;
 
 // Where the calling thread may run.
@@ -122,6 +123,7 @@ std::atomic<bool> owned{false};
 std::atomic<bool> starts_refused{false}, always_wakes{false};
 std::atomic<int> limit{0};  // 0: not read yet
 std::atomic<Clock::rep> last_end{0};  // when the last call that wanted threads was done: from then on workers spin
+std::atomic<bool> all_came{false};  // whether the last call that wanted threads had each of them: until they sleep, they come at once
 Clock::rep now() noexcept { return Clock::now().time_since_epoch().count(); }
 
 void forget() noexcept {
@@ -284,6 +286,7 @@ void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexc
   Pool* const pool = threads > 1 ? acquire(threads - 1) : nullptr;
   if (!pool) {
     run(plan, prepared, 0, prepared.tokens);
+    all_came.store(false, std::memory_order_relaxed);
     last_end.store(now(), std::memory_order_relaxed);
     return;
   }
@@ -292,7 +295,10 @@ void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexc
   job.plan = &plan;
   job.prepared = &prepared;
   job.threads = threads;
-  job.min_piece = kMinPiece / columns / kBlockTokens * kBlockTokens;
+  // A small call whose workers still spin needs nothing balanced, so that each share is one piece: what one thread takes over from
+  // another is in the wrong cache, in this call and the next.
+  const bool whole = prepared.tokens * columns < kWorthWaking && all_came.load(std::memory_order_relaxed);
+  job.min_piece = whole ? prepared.tokens : kMinPiece / columns / kBlockTokens * kBlockTokens;
   if (job.min_piece < kBlockTokens) job.min_piece = kBlockTokens;
   job.max_piece = kMaxPiece / columns;
   job.has_cpus = job.cpus.read();
@@ -309,8 +315,11 @@ void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexc
   }
   wake_two(*pool, places);
   run_shares(*pool, 0);
-  // Closed: who has not come yet finds no vacancy, so only those that hold a piece are waited for.
-  pool->gate.fetch_and(~(kNumber - kVacancy), std::memory_order_acq_rel);
+  // Closed: who has not come yet finds no vacancy, so only those that hold a piece are waited for. If all have come, they need not
+  // wait for the gate, through which they are about to leave.
+  const bool full = vacancies(pool->gate.load(std::memory_order_relaxed)) == 0;
+  if (!full) pool->gate.fetch_and(~(kNumber - kVacancy), std::memory_order_acq_rel);
+  all_came.store(full, std::memory_order_relaxed);
   const auto is_empty = [&] { return inside(pool->gate.load(std::memory_order_acquire)) == 0; };
   if (job.spins ? !spin(is_empty) : !is_empty()) {
     std::unique_lock<std::mutex> lock(pool->mutex);

@@ -121,6 +121,8 @@ TEST_CASE("pool: same bytes from any number of threads") {
   CHECK(pool::worker_count() == 64);  // 257 tokens are 65 blocks, and the caller takes one
   Work five(5, 0.5f);
   CHECK(five.right(2));
+  Work large(pool::kWorthWaking / kColumns + 1, 0.5f);  // its shares are cut into pieces
+  for (int threads : {2, 3, 8}) CHECK(large.right(threads));
 }
 
 TEST_CASE("pool: many callers at once") {
