@@ -172,6 +172,7 @@ class Sets {
     fill_indices(set);
     set.call.batch = b;
     set.call.sequence = s;
+    set.call.kept = true;  // as from Python
     for (int i = 0; i < kvquant::kOperandCount; ++i) set.call.data[i] = set.operands.view[i].data;
     sets_.push_back(std::move(set));
   }

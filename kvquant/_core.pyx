@@ -30,14 +30,11 @@ cdef extern from *:
     #define KVQUANT_COMPILER "gcc " __VERSION__
     #endif
     #include <cstdlib>
-    // Workspace beyond the stack's share; aligned as prepare wants it.
+    // Workspace beyond what each thread keeps; aligned as prepare wants it.
     static inline void* kvquant_allocate(std::size_t bytes) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
-    struct alignas(64) KvquantStack { char bytes[32768]; };
     """
     const char* KVQUANT_COMPILER
     void* kvquant_allocate(size_t) noexcept nogil
-    cdef struct KvquantStack:
-        char[32768] bytes
 
 cdef extern from "numpy/arrayobject.h":
     ctypedef struct PyArrayObject:  # by pointer, so that nothing counts references
@@ -98,6 +95,7 @@ cdef extern from "kvquant/kvquant.hpp" namespace "kvquant" nogil:
         int64_t batch, sequence
         void* data[20]
         int threads
+        bint kept
     cdef cppclass Prepared:
         Call call
         int64_t tokens
@@ -140,6 +138,11 @@ cdef extern from "request.hpp" namespace "kvquant" nogil:
         const Made* made
         LastPlan* last
         Made own
+    cdef cppclass Kept:
+        Prepared prepared
+        char* workspace
+        size_t bytes
+    Kept& kept_by_thread() noexcept
     uint32_t looked_at(const Request&, bint) noexcept
     bint same_metadata(const View&, const View&) noexcept
     bint same_options(const Request&, const CorePlan&) noexcept
@@ -520,19 +523,18 @@ cdef object output(Request* r, Call* call, Argument argument):
 cdef object execute(Request* r, void* indices=NULL):
     """prepare and run a checked request, with other indices if any; returns (q, k, v, k_cache, v_cache), PyTorch's op (q, k, v)."""
     cdef const CorePlan* plan = &r.made.plan
-    cdef Prepared prepared
-    cdef Call* call = &prepared.call
-    cdef KvquantStack stack
-    cdef void* workspace = <void*>stack.bytes
-    cdef size_t bytes
+    cdef Kept* kept = &kept_by_thread()
+    cdef void* workspace = kept.workspace
+    cdef Call call
     cdef Status status
     cdef int64_t tokens = plan.batch * plan.sequence, elements = tokens * (plan.heads_q + 2 * plan.heads_kv) * plan.dim
     cdef int threads = choose_threads(r.threads, tokens, elements)
     cdef int i
-    q = output(r, call, Argument.q)
-    k = output(r, call, Argument.k)
+    cdef size_t bytes
+    q = output(r, &call, Argument.q)
+    k = output(r, &call, Argument.k)
     # Without kv_output one array of shape (0,) stands for both; PyTorch's results must not alias.
-    v = output(r, call, Argument.v) if r.options.kv_output or r.tensors else k
+    v = output(r, &call, Argument.v) if r.options.kv_output or r.tensors else k
     for i in range(<int>Argument.q):
         call.data[i] = r.data[i]
     if indices != NULL:
@@ -542,22 +544,23 @@ cdef object execute(Request* r, void* indices=NULL):
     call.threads = threads
 
     bytes = workspace_size(plan[0], tokens)
-    if bytes > sizeof(stack):
+    call.kept = bytes <= kept.bytes
+    if not call.kept:
         workspace = kvquant_allocate(bytes)
         if workspace == NULL:
             raise MemoryError(f"kvquant: no memory for a workspace of {bytes} bytes")
     # Other threads may run meanwhile where that is worth the switch; the caller's references keep every array alive.
     if r.threads > 1 or elements >= 65536:
         with nogil:
-            status = prepare(plan[0], call[0], workspace, bytes, prepared)
+            status = prepare(plan[0], call, workspace, bytes, kept.prepared)
             if r.threads == 1:
-                run(plan[0], prepared, 0, prepared.tokens)
+                run(plan[0], kept.prepared, 0, kept.prepared.tokens)
             else:
-                run_parallel(plan[0], prepared, threads)
+                run_parallel(plan[0], kept.prepared, threads)
     else:
-        status = prepare(plan[0], call[0], workspace, bytes, prepared)
-        run(plan[0], prepared, 0, prepared.tokens)
-    if workspace != <void*>stack.bytes:
+        status = prepare(plan[0], call, workspace, bytes, kept.prepared)
+        run(plan[0], kept.prepared, 0, kept.prepared.tokens)
+    if not call.kept:
         free(workspace)
     if status.code != Code.ok:
         raise_status(status, None)

@@ -92,7 +92,7 @@ def run_program(text, preload, tmp_path):
 
 
 def test_every_allocation_of_a_call(preload, isa, tmp_path):
-    """Outputs, the workspace where it is too large for the stack, and what Python allocates on the way."""
+    """Outputs, the workspace where it is larger than what each thread keeps, and what Python allocates on the way."""
     program = f"""
     for tokens, kv_output, out in ((3, True, None), (2000, True, None), (2000, False, "some"), (2000, True, "contiguous")):
         check = Check(Case(tokens=tokens, dim=6, rank=2, cache_mode="page", kv_output=kv_output, out=out, offsets="both"),

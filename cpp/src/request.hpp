@@ -45,6 +45,19 @@ struct Request {
   }
 };
 
+// What a thread's last call prepared, so that a loop of calls with the same scales need not copy, check and invert them anew. In use
+// from prepare to run only, where no Python code runs.
+struct Kept {
+  Prepared prepared;
+  char* workspace;
+  std::size_t bytes;
+};
+inline Kept& kept_by_thread() {
+  alignas(64) static thread_local char workspace[49152];  // beyond that, it is allocated by each call
+  static thread_local Kept kept{{}, workspace, sizeof workspace};
+  return kept;
+}
+
 // Which operands were given, as bits. C3: for float x three of them have no effect and are not looked at, whatever they are.
 inline std::uint32_t looked_at(const Request& r, bool integer_x) {
   std::uint32_t given = 0;

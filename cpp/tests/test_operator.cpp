@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -326,6 +327,62 @@ TEST_CASE("operator: outputs go past the caches where a thread's part is too lar
     kvquant::run(plan, prepared, 0, prepared.tokens);
     CHECK(arena.difference(expected) == "");
   }
+}
+
+TEST_CASE("operator: a workspace kept from call to call, of whatever plans, changes no byte") {
+  std::vector<std::unique_ptr<Setup>> setups;
+  for (int i = 0; i < 6; ++i) {
+    Case c;
+    c.x = c.out = DType::bfloat16;
+    c.batch = i == 3 ? 3 : 6;  // with and without reciprocals
+    c.heads_kv = i == 4 ? 1 : 2;
+    c.offset_k = i != 1;
+    c.offset_v = i != 2;
+    if (i == 5)
+      for (kvtest::ScaleShape& shape : c.scale_shape) shape = kvtest::ScaleShape::heads_one;
+    setups.push_back(std::make_unique<Setup>(c));
+  }
+  constexpr Argument kChanging[] = {Argument::scale_k, Argument::scale_v, Argument::offset_k, Argument::offset_v};
+  constexpr double kFew[] = {0.5, 1, 2};  // so that different calls often agree
+  alignas(64) static char workspace[16384];
+  kvquant::Prepared prepared;
+  kvtest::Random random(1);
+  const std::vector<int> targets = kvtest::available_targets();
+  std::string mismatch;
+  for (int step = 0; step < 3000 && mismatch.empty(); ++step) {
+    auto& [arena, operands, options] = *setups[static_cast<std::size_t>(random.below(6))];
+    options.isa = kvquant::target_name(targets[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(targets.size())))]);
+    kvquant::Plan plan;
+    REQUIRE(kvquant::make_plan(operands, options, plan).code == kvquant::Code::ok);
+    plan.use_reciprocals = random.chance(50);
+    kvquant::Call call;
+    call.batch = plan.batch;
+    call.kept = true;
+    for (int i = 0; i < kvquant::kOperandCount; ++i) call.data[i] = operands.view[i].data;
+    const auto prepare = [&] { return kvquant::prepare(plan, call, workspace, sizeof workspace, prepared).code; };
+    const kvquant::View& changing = operands[random.pick(kChanging)];
+    if (changing.dtype != DType::none && random.chance(60)) {
+      if (random.chance(50)) kvtest::fill(changing, random.pick(kFew));
+      else kvtest::put(kvtest::elements(changing).back(), DType::float32, random.pick(kFew));
+    }
+    if (random.chance(20)) {
+      char* const bad = kvtest::elements(operands[Argument::scale_v]).front();
+      const float good = *reinterpret_cast<float*>(bad);
+      kvtest::put(bad, DType::float32, 0);
+      for (int again = 0; again < 2; ++again)
+        if (prepare() != kvquant::Code::scale) mismatch = "a bad scale passed";
+      kvtest::put(bad, DType::float32, good);
+    }
+    const auto before = arena.snapshot();
+    oracle::dequant_rope_quant_kvcache(operands, options);
+    const auto expected = arena.snapshot();
+    arena.restore(before);
+    if (prepare() != kvquant::Code::ok) mismatch = "unexpected error";
+    kvquant::run(plan, prepared, 0, prepared.tokens);
+    if (mismatch.empty()) mismatch = arena.difference(expected);
+    if (!mismatch.empty()) mismatch = options.isa + (", step " + std::to_string(step) + ": " + mismatch);
+  }
+  CHECK(mismatch == "");
 }
 
 TEST_CASE("operator: without isa the active target runs") {

@@ -231,6 +231,7 @@ struct Call {
   std::int64_t batch = 0, sequence = 1;
   void* data[kOperandCount] = {};
   int threads = 1;  // that will share its tokens: a hint for prepare, no byte depends on it
+  bool kept = false;  // workspace and prepared are just as the last prepare left them, of whatever plan: saves it work
 
   void*& operator[](Argument a) { return data[static_cast<int>(a)]; }
   void* operator[](Argument a) const { return data[static_cast<int>(a)]; }
