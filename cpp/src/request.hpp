@@ -53,7 +53,7 @@ struct Kept {
   std::size_t bytes;
 };
 inline Kept& kept_by_thread() {
-  alignas(64) static thread_local char workspace[49152];  // beyond that, it is allocated by each call
+  alignas(64) static thread_local char workspace[40960];  // beyond that, it is allocated by each call
   static thread_local Kept kept{{}, workspace, sizeof workspace};
   return kept;
 }
