@@ -4,7 +4,7 @@
 // 16 columns of both halves at a time, eight of them in a register: cos and sin stay in eight registers over all heads, and
 // the rest of the work needs no more than the other eight.
 //
-// C6 in fixed point. prepare.cpp gives R = 2^16/scale, rounded, and O = 2^16 offset + 2^15 + 4, rounded, if |offset| <= 128 and
+// C6 in fixed point. channels.cpp gives R = 2^16/scale, rounded, and O = 2^16 offset + 2^15 + 4, rounded, if |offset| <= 128 and
 // 2^-110 <= |scale| <= 2^126 (so that no reciprocal is subnormal or infinite). w is v*R + O, rounded once, as an int32: the code
 // is its upper half, a number of 1/2^16 above the middle below that code its lower half. In such units, u, and for v/scale +
 // offset between -129 and 129, the errors are

@@ -7,7 +7,7 @@
 //   |z - t| <= 2^-23 (|v/scale| + |z|) < 2^-23 (2*129 + 128) = 4.61e-5,
 // and both round to the same integer unless z is that close to the middle between two. Further out both saturate. kDoubt is
 // 2 - (1/2 - 5e-5)^2, so that the square of z's distance from the nearest integer, added to it, reaches 2 if z is too close: a
-// float32 of at least 2 has the uppermost bit of its exponent set, as have infinity and NaN. prepare.cpp gives reciprocals only
+// float32 of at least 2 has the uppermost bit of its exponent set, as have infinity and NaN. channels.cpp gives reciprocals only
 // within these limits.
 constexpr float kDoubt = 1.7500499975f;
 
