@@ -105,7 +105,7 @@ cdef object new_array(PyArrayObject* like, int ndim, const cnp.npy_intp* shape, 
 
 
 cdef object aligned_array(PyArrayObject* like, int ndim, const cnp.npy_intp* shape, size_t bytes):
-    """new_array() at a multiple of 64 bytes, as NumPy's own memory hardly ever is: each store of the kernels is a whole line then."""
+    """new_array() at a multiple of 64 bytes, as NumPy's own memory hardly ever is: each store of the kernels is then a line."""
     cdef cnp.npy_intp room = bytes + 63
     owner = cnp.PyArray_SimpleNew(1, &room, cnp.NPY_UINT8)
     cdef uintptr_t address = (<uintptr_t>PyArray_DATA(<PyArrayObject*>owner) + 63) & ~<uintptr_t>63

@@ -82,8 +82,8 @@ bool nests(const View& view) noexcept;
 // I5a: whether two operands share a byte. Exact, unless the search would take more than a bounded number of steps: then true.
 bool share_memory(const View& a, const View& b) noexcept;
 
-// Copies the scales and offsets of K and V to `packed`, `channel_floats` long, checks the copies and adds reciprocals, if wanted; sets
-// out.k_channels and out.v_channels.
+// Copies the scales and offsets of K and V to `packed`, channel_floats() long, checks the copies and adds reciprocals, if wanted;
+// sets out.k_channels and out.v_channels.
 std::int64_t channel_floats(const Plan& plan) noexcept;
 Status pack_channels(const Plan& plan, const Call& call, std::int64_t tokens, float* packed, Prepared& out) noexcept;
 

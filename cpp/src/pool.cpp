@@ -123,7 +123,7 @@ std::atomic<bool> owned{false};
 std::atomic<bool> starts_refused{false}, always_wakes{false};
 std::atomic<int> limit{0};  // 0: not read yet
 std::atomic<Clock::rep> last_end{0};  // when the last call that wanted threads was done: from then on workers spin
-std::atomic<bool> all_came{false};  // whether the last call that wanted threads had each of them: until they sleep, they come at once
+std::atomic<bool> all_came{false};  // whether the last call that wanted threads got each of them: until they sleep, they come
 Clock::rep now() noexcept { return Clock::now().time_since_epoch().count(); }
 
 void forget() noexcept {

@@ -1,5 +1,5 @@
-// prepare: reads every index and position once, checks it, has scales and offsets checked and packed (channels.cpp), and turns layouts,
-// padding and duplicates into one pointer per token and cache. After it nothing can fail (I4).
+// prepare: reads every index and position once and checks it, has scales and offsets checked and packed (channels.cpp), and turns
+// layouts, padding and duplicates into one pointer per token and cache. After it nothing can fail (I4).
 #include <cstring>
 
 #include "check.hpp"

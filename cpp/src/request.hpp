@@ -45,8 +45,8 @@ struct Request {
   }
 };
 
-// What a thread's last call prepared, so that a loop of calls with the same scales need not copy, check and invert them anew. In use
-// from prepare to run only, where no Python code runs.
+// What a thread's last call prepared, so that a loop of calls with the same scales need not copy, check and invert them anew. In
+// use from prepare to run only, where no Python code runs.
 struct Kept {
   Prepared prepared;
   char* workspace;
