@@ -39,6 +39,7 @@ def _fill_dtypes():
 
 
 _fill_dtypes()
+cdef object MaskedArray = np.ma.MaskedArray
 
 
 cdef inline DType dtype_of(PyArrayObject* array) noexcept:
@@ -61,7 +62,8 @@ cdef int fill(View* view, object given, Argument argument) except -1:
     """The view of one array, or TypeError; never a conversion."""
     if not cnp.PyArray_Check(given):
         raise TypeError(f"{name_of(argument)}: expected a numpy.ndarray, got {type(given).__name__}")
-    if not cnp.PyArray_CheckExact(given) and isinstance(given, np.ma.MaskedArray):
+    # By its type, not its __class__, which may be code that changes operands already looked at.
+    if not cnp.PyArray_CheckExact(given) and PyObject_TypeCheck(given, <PyTypeObject*>MaskedArray):
         raise TypeError(f"{name_of(argument)}: expected a plain numpy.ndarray, got a masked array")
     cdef PyArrayObject* array = <PyArrayObject*>given
     if not PyArray_ISNOTSWAPPED(array):

@@ -7,7 +7,7 @@ from libc.stdlib cimport free, malloc
 from libcpp.atomic cimport atomic, memory_order_relaxed
 cimport cython
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
-from cpython.object cimport PyObject, PyTypeObject
+from cpython.object cimport PyObject, PyObject_TypeCheck, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
@@ -180,6 +180,8 @@ cdef object output(Request* r, Call* call, Argument argument):
     if not wanted:
         return new_array(<PyArrayObject*>like, 1, &no_elements, &nothing)
     cdef size_t bytes = PyArray_ITEMSIZE(<PyArrayObject*>like)  # modulo 2^64: NumPy itself refuses arrays that are too large
+    if dtype_of(<PyArrayObject*>like) != r.made.plan.operands.view[<int>Argument.cos].dtype:
+        raise TypeError("cos: its dtype was changed during the call")
     for axis in range(view.ndim):
         shape[axis] = view.shape[axis]
         bytes *= shape[axis]
@@ -297,7 +299,8 @@ def dequant_rope_quant_kvcache(x, cos, sin, k_cache, v_cache, indices, scale_k, 
     -------
     (q, k, v, k_cache, v_cache)
         q [B, S, Nq, D] or [B, Nq, D]; k and v [B, S, Nkv, D] or [B, Nkv, D], or shape (0,) without kv_output; the output
-        type. The caches are the objects passed in.
+        type. The caches are the objects passed in. New arrays of 64 KiB and more are views of memory that is aligned to cache
+        lines: their `base` owns it.
 
     Raises
     ------
@@ -440,10 +443,11 @@ cdef Plan make_plan_object(bint tensors, x, cos, sin, k_cache, v_cache, indices,
     fill_request(&result.bound, x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, size_splits, offset_k, offset_v,
                  weight_scale, activation_scale, bias, positions, quant_mode, input_layout, kv_output, cache_mode, numerics,
                  padding_index, allow_duplicates, vendor_limits, out, num_threads, isa)
-    result.given = (x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v, weight_scale,
-                    activation_scale, bias, positions, out, isa)
     check_plan(&result.bound)
     keep_plan(result.bound)
+    # The last, as it says that the plan is made.
+    result.given = (x, cos, sin, k_cache, v_cache, indices, scale_k, scale_v, offset_k, offset_v, weight_scale,
+                    activation_scale, bias, positions, out, isa)
     return result
 
 

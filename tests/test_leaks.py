@@ -70,6 +70,26 @@ def test_memory_is_flat_over_a_million_calls(calls):
     assert resident() - memory < 512 << 10
 
 
+def test_code_that_runs_while_arguments_are_read():
+    """A subclass whose __class__ is code could change operands already looked at, or find a plan that is not made yet."""
+    ran = []
+
+    class Hooked(np.ndarray):
+        @property
+        def __class__(self):
+            ran.append(self)
+            return Hooked
+
+    given = build(Case(tokens=8, dim=64, rank=2, cache_mode="page", kv_output=True)).arguments
+    hooked = given | {name: given[name].view(Hooked) for name in ("k_cache", "indices", "scale_v")}
+    expected = kvquant.dequant_rope_quant_kvcache(**given)
+    for results in (kvquant.dequant_rope_quant_kvcache(**hooked), kvquant.plan(**hooked).run()):
+        assert [result.tobytes() for result in results] == [result.tobytes() for result in expected]
+    assert not ran
+    with pytest.raises(TypeError, match="masked"):
+        kvquant.plan(**given | {"sin": np.ma.masked_array(given["sin"])})
+
+
 def test_large_results_are_aligned_and_freed():
     """From 64 KiB on a result begins at a multiple of 64 bytes, and its memory goes with the last array that shares it."""
     given = build(Case(tokens=64, dim=130, rank=2, cache_mode="page", kv_output=True, heads=(8, 8))).arguments

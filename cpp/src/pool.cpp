@@ -123,7 +123,7 @@ std::atomic<bool> owned{false};
 std::atomic<bool> starts_refused{false}, always_wakes{false};
 std::atomic<int> limit{0};  // 0: not read yet
 std::atomic<Clock::rep> last_end{0};  // when the last call that wanted threads was done: from then on workers spin
-std::atomic<bool> all_came{false};  // whether the last call that wanted threads got each of them: until they sleep, they come
+std::atomic<int> spinning{0};  // the workers of the last call that wanted threads, if all of them came: until they sleep, they come
 Clock::rep now() noexcept { return Clock::now().time_since_epoch().count(); }
 
 void forget() noexcept {
@@ -286,7 +286,7 @@ void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexc
   Pool* const pool = threads > 1 ? acquire(threads - 1) : nullptr;
   if (!pool) {
     run(plan, prepared, 0, prepared.tokens);
-    all_came.store(false, std::memory_order_relaxed);
+    spinning.store(0, std::memory_order_relaxed);
     last_end.store(now(), std::memory_order_relaxed);
     return;
   }
@@ -295,15 +295,15 @@ void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexc
   job.plan = &plan;
   job.prepared = &prepared;
   job.threads = threads;
-  // A small call whose workers still spin needs nothing balanced, so that each share is one piece: what one thread takes over from
-  // another is in the wrong cache, in this call and the next.
-  const bool whole = prepared.tokens * columns < kWorthWaking && all_came.load(std::memory_order_relaxed);
-  job.min_piece = whole ? prepared.tokens : kMinPiece / columns / kBlockTokens * kBlockTokens;
-  if (job.min_piece < kBlockTokens) job.min_piece = kBlockTokens;
-  job.max_piece = kMaxPiece / columns;
   job.has_cpus = job.cpus.read();
   job.cpu = Cpus::current();
   job.spins = threads <= cpu_count(job.cpus);
+  // A small call whose workers still spin needs nothing balanced, so that each share is one piece: what one thread takes over from
+  // another is in the wrong cache, in this call and the next.
+  const bool whole = prepared.tokens * columns < kWorthWaking && spinning.load(std::memory_order_relaxed) >= threads - 1;
+  job.min_piece = whole ? prepared.tokens : kMinPiece / columns / kBlockTokens * kBlockTokens;
+  if (job.min_piece < kBlockTokens) job.min_piece = kBlockTokens;
+  job.max_piece = kMaxPiece / columns;
   for (int i = 0; i < threads; ++i) {
     pool->shares[i].next.store(i * blocks / threads * kBlockTokens, std::memory_order_relaxed);
     pool->shares[i].last = i + 1 < threads ? (i + 1) * blocks / threads * kBlockTokens : prepared.tokens;
@@ -319,7 +319,7 @@ void run_parallel(const Plan& plan, const Prepared& prepared, int threads) noexc
   // wait for the gate, through which they are about to leave.
   const bool full = vacancies(pool->gate.load(std::memory_order_relaxed)) == 0;
   if (!full) pool->gate.fetch_and(~(kNumber - kVacancy), std::memory_order_acq_rel);
-  all_came.store(full, std::memory_order_relaxed);
+  spinning.store(full && job.spins ? threads - 1 : 0, std::memory_order_relaxed);
   const auto is_empty = [&] { return inside(pool->gate.load(std::memory_order_acquire)) == 0; };
   if (job.spins ? !spin(is_empty) : !is_empty()) {
     std::unique_lock<std::mutex> lock(pool->mutex);
