@@ -57,9 +57,6 @@ class Preparer {
       : plan_(plan), call_(call), tokens_(tokens), workspace_(workspace), layout_(layout_of(plan, tokens)), out_(out) {}
 
   Status check_memory() const;
-  Status pack_channels() {
-    return detail::pack_channels(plan_, call_, tokens_, reinterpret_cast<float*>(workspace_ + layout_.per_channel), out_);
-  }
   void pack_columns();
   Status resolve_positions();
   Status resolve_rows();
@@ -311,7 +308,10 @@ Status prepare(const Plan& plan, const Call& call, void* workspace, std::size_t 
   if (workspace_bytes < needed || !workspace || reinterpret_cast<std::uintptr_t>(workspace) % detail::kAlign)
     status = fault(Code::workspace, Argument::workspace, static_cast<std::int64_t>(workspace_bytes), static_cast<std::int64_t>(needed));
   if (!status) status = preparer.check_memory();
-  if (!status) status = preparer.pack_channels();
+  if (!status) {
+    char* const channels = static_cast<char*>(workspace) + preparer.layout().per_channel;
+    status = detail::pack_channels(plan, call, tokens, reinterpret_cast<float*>(channels), prepared);
+  }
   if (!status) status = preparer.resolve_positions();
   if (!status) status = preparer.resolve_rows();
   if (!status && plan.integer_x) preparer.pack_columns();
