@@ -52,11 +52,12 @@ class Packer {
 // have to get each of them from this one's (W2, 24 KB: 6 of 22 us on two threads).
 Status Packer::pack() {
   const std::int64_t columns = columns_kv(plan_);
-  float *const scales = packed_, *const offsets = packed_ + 2 * columns, *const reciprocals = packed_ + 4 * columns;
-  const bool inverted = plan_.use_reciprocals && tokens_ >= kReciprocalTokens, fixed = plan_.target->table->fixed_point;
+  float *const scales = packed_, *const offsets = packed_ + 2 * columns;
+  float *const reciprocals = packed_ + 4 * columns, *const fixed_offsets = packed_ + 6 * columns;
+  const bool inverted = plan_.use_reciprocals && tokens_ >= kReciprocalTokens;
   const auto place = [&](std::int64_t column) {
-    const float *const reciprocal = reciprocals + column, *const fixed_offset = reciprocal + 2 * columns;
-    return Channels{scales + column, offsets + column, inverted ? reciprocal : nullptr, inverted && fixed ? fixed_offset : nullptr};
+    return Channels{scales + column, offsets + column, inverted ? reciprocals + column : nullptr,
+                    inverted ? fixed_offsets + column : nullptr};
   };
   const Channels k = place(0), v = place(columns);
   bool kept = call_.kept && same(out_.k_channels, k) && same(out_.v_channels, v);
@@ -70,11 +71,9 @@ Status Packer::pack() {
   out_.v_channels = v;
   if (!inverted) return {};
   const FpState state;
-  for (Channels* channels : {&out_.k_channels, &out_.v_channels}) {
-    float* const reciprocal = reciprocals + (channels->scale - scales);
-    if (!set_reciprocals(*channels, reciprocal, fixed ? reciprocal + 2 * columns : nullptr))
-      channels->reciprocal = channels->fixed_offset = nullptr;
-  }
+  if (!set_reciprocals(k, reciprocals, fixed_offsets)) out_.k_channels.reciprocal = out_.k_channels.fixed_offset = nullptr;
+  if (!set_reciprocals(v, reciprocals + columns, fixed_offsets + columns))
+    out_.v_channels.reciprocal = out_.v_channels.fixed_offset = nullptr;
   return {};
 }
 
@@ -125,19 +124,17 @@ Status Packer::find_bad_channel() const {
   return {};
 }
 
-// Whether the kernels may multiply by the reciprocals: simd/estimate.hpp and, with fixed_offset, parts_avx2.inl.hpp say why and in
-// which range.
+// Whether the kernels may multiply by the reciprocals: simd/fixed_point.hpp says why and in which range.
 bool Packer::set_reciprocals(const Channels& from, float* reciprocal, float* fixed_offset) const {
-  const std::uint32_t lowest = fixed_offset ? 127 - 110 : 1;
-  const float one = fixed_offset ? 65536.0f : 1.0f;
+  constexpr std::uint32_t kLowest = 127 - 110, kHighest = 127 + 95;  // exponents
   std::uint32_t outside = 0;
   for (std::int64_t c = 0; c < columns_kv(plan_); ++c) {
     const float scale = from.scale[c], offset = from.offset[c];
     const std::uint32_t scale_exponent = bits_of(scale) >> 23 & 0xFFu, offset_bits = bits_of(offset) & 0x7FFFFFFFu;
-    outside |= static_cast<std::uint32_t>(scale_exponent - lowest > 252u - lowest);
+    outside |= static_cast<std::uint32_t>(scale_exponent - kLowest > kHighest - kLowest);
     outside |= static_cast<std::uint32_t>(offset_bits > 0x43000000u);
-    reciprocal[c] = one / scale;
-    if (fixed_offset) fixed_offset[c] = offset * 65536.0f + 32772.0f;
+    reciprocal[c] = 65536.0f / scale;
+    fixed_offset[c] = offset * 65536.0f + 32772.0f;
   }
   return !outside;
 }
@@ -145,7 +142,7 @@ bool Packer::set_reciprocals(const Channels& from, float* reciprocal, float* fix
 }  // namespace
 
 std::int64_t channel_floats(const Plan& plan) noexcept {
-  const int vectors = plan.target->table->fixed_point ? 8 : 6;  // scales, offsets, reciprocals, fixed offsets: of K and of V
+  const int vectors = plan.use_reciprocals ? 8 : 4;  // scales, offsets; reciprocals, fixed offsets: of K and of V
   return vectors * columns_kv(plan);
 }
 

@@ -17,9 +17,9 @@ struct Part {
   const char* weight_scale;                 // float32 [heads*dim]; null for float x
   const char* bias;                         // int32 or float32 [heads*dim]; null for float x
   const char* scale;                        // float32 [heads*dim]; null if nothing is quantised
-  const char* reciprocal;                   // float32 [heads*dim], 1/scale (simd/estimate.hpp) or as fixed_point says; null: divide
   const char* offset;                       // float32 [heads*dim]
-  const char* fixed_offset;                 // float32 [heads*dim] beside reciprocal, for targets with fixed_point
+  const char* reciprocal;                   // float32 [heads*dim], of scale, and offset, as simd/fixed_point.hpp wants them; or
+  const char* fixed_offset;                 // both null: divide
   Order order;
   bool stream_out, stream_rows;             // non-temporal stores; every head then starts at a multiple of 64 bytes
 };
@@ -39,6 +39,9 @@ enum Output { kFloat16, kBfloat16, kFloat32, kOutputs };
 // What is done to one part: rotate or not, and where the result goes.
 enum Job { kRotateOut, kRotateCache, kRotateCacheOut, kCache, kCacheOut, kOut, kJobs };
 
+// Where the kernels are to be given reciprocals.
+enum class FixedPoint { nowhere, where_division_is_slow, everywhere };
+
 // kernels[numerics][source][output][job]; the rounded arithmetic of numerics="ascend" exists for float16 rotation only, its
 // other entries are those of "fp32".
 // A kernel processes `count` tokens, none of whose pointers is null where it writes, and returns the cache rows it wrote.
@@ -48,7 +51,7 @@ struct KernelTable {
   Kernel kernels[2][kSources][kOutputs][kJobs];
   KernelOfAll together_bfloat16;  // kRotateOut, kRotateCache and kCache of bfloat16 x with D = 64, 128 or 256; null: apart
   bool (*copy_checked)(const char* from, char* to, std::int64_t count, std::uint32_t zero_is_bad);
-  bool fixed_point;         // the kernels want 2^16/scale for a reciprocal, and fixed_offset (parts_avx2.inl.hpp)
+  FixedPoint fixed_point;
   bool writes_whole_lines;  // of cache rows at once: half lines, written non-temporally, cost more than they save
 };
 

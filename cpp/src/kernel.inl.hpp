@@ -4,98 +4,7 @@
 // Each target includes this file inside its own anonymous namespace after its simd header, with its own compiler flags: the
 // linker must never merge these functions with those of another target, so there is nothing here with external linkage.
 
-// The first `kLanes` or, in the last block of a half head, the first n elements.
-template <class T, bool kTail>
-inline F load_block(T type, const char* p, int n) {
-  if constexpr (kTail) return load_n(type, p, n);
-  else return load(type, p);
-}
-// stream_it: non-temporal, for data that no cache will hold anyway; prepare.cpp grants it for aligned rows only.
-template <class T, bool kTail, class Value>
-inline void store_block(T type, char* p, Value value, int n, bool stream_it) {
-  if constexpr (kTail) store_n(type, p, value, n);
-  else if (stream_it) stream(type, p, value);
-  else store(type, p, value);
-}
-
-template <class T>
-inline void store_blocks(T type, char* p, F first, F second, bool stream_it) {
-  if (stream_it) stream(type, p, first, second);
-  else store(type, p, first, second);
-}
-
-// Block i of the two halves of a head: columns 16 i and half + 16 i from where the pointers are. n: of the last block.
-struct Block {
-  std::int64_t a, b;
-  int n;
-};
-template <class T, bool kTail>
-inline Pair load_pair(T type, const char* p, const Block& c) {
-  return {load_block<T, kTail>(type, p + c.a * kSize<T>, c.n), load_block<T, kTail>(type, p + c.b * kSize<T>, c.n)};
-}
-
-// Sources: columns(p, c) loads what all tokens share, load(...) gives the float32 pair (C2, C3).
-template <class T, bool kTail>
-struct FloatSource {
-  template <class Other> static constexpr bool kIs = is_same<T, Other>;
-  using Type = T;
-  static constexpr bool kBlocked = false;  // nothing that tokens could share
-  static inline void prefetch(const char*, const Block&, std::int64_t) {}
-  struct Columns {};
-  static inline Columns columns(const Part&, const Block&) { return {}; }
-  static inline Pair load(const Columns&, const Token& t, const Block& c) { return load_pair<T, kTail>(T{}, t.x, c); }
-};
-
-// int32 x is the most of what a call reads, and one head after the other is more than the processor's own prefetchers keep up
-// with: rows from memory (W3) take half the time with it. Past the end of a row lie the next part and the next token. `ahead`
-// is in bytes; the less a token takes, the further it must reach.
-inline void prefetch_int32(const char* x, const Block& c, std::int64_t ahead) {
-  __builtin_prefetch(x + c.a * 4 + ahead);
-  __builtin_prefetch(x + c.b * 4 + ahead);
-}
-
-template <bool kTail>
-struct FloatBiasSource {
-  template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
-  using Type = Int32;
-  static constexpr bool kBlocked = true;
-  static inline void prefetch(const char* x, const Block& c, std::int64_t ahead) { prefetch_int32(x, c, ahead); }
-  struct Columns {
-    Pair scale, bias;
-  };
-  static inline Columns columns(const Part& p, const Block& c) {
-    return {load_pair<Float32, kTail>(Float32{}, p.weight_scale, c), load_pair<Float32, kTail>(Float32{}, p.bias, c)};
-  }
-  static inline Pair load(const Columns& k, const Token& t, const Block& c) {
-    const F activation = broadcast(t.activation_scale);
-    const Pair x = load_pair<Int32, kTail>(Int32{}, t.x, c);
-    return {add(mul(mul(x.a, k.scale.a), activation), k.bias.a), add(mul(mul(x.b, k.scale.b), activation), k.bias.b)};
-  }
-};
-
-template <bool kTail>
-struct IntBiasSource {
-  template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
-  using Type = Int32;
-  static constexpr bool kBlocked = true;
-  static inline void prefetch(const char* x, const Block& c, std::int64_t ahead) { prefetch_int32(x, c, ahead); }
-  struct Columns {
-    Pair scale;
-    const char* bias;
-  };
-  static inline Columns columns(const Part& p, const Block& c) {
-    return {load_pair<Float32, kTail>(Float32{}, p.weight_scale, c), p.bias};
-  }
-  static inline F sum(const char* x, const char* bias, std::int64_t column, int n) {
-    if constexpr (kTail) return load_sum_n(x + column * 4, bias + column * 4, n);
-    else return load_sum(x + column * 4, bias + column * 4);
-  }
-  static inline Pair load(const Columns& k, const Token& t, const Block& c) {
-    const F activation = broadcast(t.activation_scale);
-    return {mul(mul(sum(t.x, k.bias, c.a, c.n), k.scale.a), activation),
-            mul(mul(sum(t.x, k.bias, c.b, c.n), k.scale.b), activation)};
-  }
-};
+#include "sources.inl.hpp"
 
 // C4, and C7 where kAscend: there each product and each sum is rounded to float16.
 template <bool kAscend>
@@ -117,9 +26,13 @@ inline Pair rotate(Pair x, Pair cos, Pair sin) {
 struct CosSin {
   Pair cos, sin;
 };
-template <class OutT, bool kTail>
-inline CosSin load_cos_sin(const Token& token, const Block& c) {
-  return {load_pair<OutT, kTail>(OutT{}, token.cos, c), load_pair<OutT, kTail>(OutT{}, token.sin, c)};
+template <class OutT, bool kTail, int kBlocks>
+inline void load_cos_sin(const Token& token, const Block& c, CosSin (&block)[kBlocks]) {
+  Pair cos[kBlocks], sin[kBlocks];
+  load_pairs<OutT, kTail>(OutT{}, token.cos, c, cos);
+  load_pairs<OutT, kTail>(OutT{}, token.sin, c, sin);
+  KVQUANT_UNROLL
+  for (int i = 0; i < kBlocks; ++i) block[i] = {cos[i], sin[i]};
 }
 
 // The same of all blocks of a chunk of half a head, for tokens whose heads are outside: cos[j], cos[j + dim/2], sin[j],
@@ -144,23 +57,12 @@ struct Task {
   template <bool kTail> using Source = SourceT<kTail>;
   using Out = OutT;
   static constexpr bool kRotate = kRotateIt, kCache = kCacheIt, kOut = kOutIt, kAscend = kAscendIt, kDivide = kDivideIt;
+  // Whether products may be fused with sums although they are not exact (fixed_point.hpp).
+  static constexpr bool kFused = kRotateIt && kCacheIt && !kOutIt && !kDivideIt && is_same<typename SourceT<false>::Type, Bfloat16>;
   static constexpr int kBlocks = kCacheIt ? kWideRow : kWide;  // of a tile
 };
 
-// Moves what is per column by `columns` columns, what is per token by that or to the next head.
-template <class TaskT>
-inline void move_columns(Part& p, std::int64_t columns) {
-  using T = typename TaskT::template Source<false>::Type;
-  if constexpr (is_same<T, Int32>) {
-    p.weight_scale += columns * 4;
-    p.bias += columns * 4;
-  }
-  if constexpr (TaskT::kCache) {
-    p.scale += columns * 4;
-    p.offset += columns * 4;
-    if constexpr (!TaskT::kDivide) p.reciprocal += columns * 4;
-  }
-}
+// Moves what is per token by `columns` columns, or to the next head.
 template <class TaskT>
 inline void move_token(Token& token, std::int64_t columns) {
   token.x += columns * kSize<typename TaskT::template Source<false>::Type>;
@@ -172,6 +74,20 @@ inline void next_head(const Part& p, Token& token) {
   token.x += p.x_head;
   if constexpr (TaskT::kOut) token.out += p.out_head;
   if constexpr (TaskT::kCache) token.row += p.row_head;
+}
+
+// stream_it: non-temporal, for data that no cache will hold anyway; prepare.cpp grants it for aligned rows only.
+template <class T, bool kTail, class Value>
+inline void store_block(T type, char* p, Value value, int n, bool stream_it) {
+  if constexpr (kTail) store_n(type, p, value, n);
+  else if (stream_it) stream(type, p, value);
+  else store(type, p, value);
+}
+
+template <class T>
+inline void store_blocks(T type, char* p, F first, F second, bool stream_it) {
+  if (stream_it) stream(type, p, first, second);
+  else store(type, p, first, second);
 }
 
 // The outputs of kBlocks neighbouring blocks in both halves of a head; p: the first of the lower half, `half` bytes apart.
@@ -196,63 +112,101 @@ __attribute__((always_inline)) inline void put_bytes(char* p, const Words (&word
   if constexpr (kBlocks == 4) store_block<Int8, false>(Int8{}, p, narrow(words[0], words[1], words[2], words[3]), n, stream_it);
 }
 
-// C6 of kBlocks neighbouring blocks in both halves of a head, from column j on.
-template <bool kDivide, bool kTail, int kBlocks>
-__attribute__((always_inline)) inline void put_row(const Part& p, char* row, std::int64_t j, const Pair (&value)[kBlocks],
-                                                   int n) {
+// C6 of kBlocks neighbouring blocks in both halves of a head, from `column` of the part on. Where the codes are in doubt
+// (fixed_point.hpp), `divide` is called and nothing written.
+template <bool kDivide, bool kTail, int kBlocks, class Divide>
+__attribute__((always_inline)) inline void put_row(const Part& p, char* row, std::int64_t column, const Pair (&value)[kBlocks],
+                                                   int n, const Divide& divide) {
   const std::int64_t half = p.dim / 2;
   const auto columns = [&](const char* vector, int i) {
-    return load_pair<Float32, kTail>(Float32{}, vector, {j + i * kLanes, half + j + i * kLanes, n});
+    return load_pair<Float32, kTail>(Float32{}, vector, {column + i * kLanes, half + column + i * kLanes, n});
   };
   Words a[kBlocks], b[kBlocks];
-  const auto divide = [&] {
+  if constexpr (kDivide) {
     KVQUANT_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       const Pair scale = columns(p.scale, i), offset = columns(p.offset, i);
       a[i] = whole(value[i].a, add(div(value[i].a, scale.a), offset.a));
       b[i] = whole(value[i].b, add(div(value[i].b, scale.b), offset.b));
     }
-  };
-  if constexpr (kDivide) {
-    divide();
-  } else if (__builtin_expect(!estimate(value, p, j, Count<kTail>{n}, a, b), 0)) {
-    if constexpr (kBlocks > 1) return divide_again(value, p, j, row);
-    else divide();
+  } else {
+    KVQUANT_UNROLL
+    for (int i = 0; i < kBlocks; ++i) {
+      const Pair reciprocal = columns(p.reciprocal, i), offset = columns(p.fixed_offset, i);
+      a[i] = fixed(value[i].a, reciprocal.a, offset.a);
+      b[i] = fixed(value[i].b, reciprocal.b, offset.b);
+    }
+    auto lowest = least(a[0], b[0]);
+    KVQUANT_UNROLL
+    for (int i = 1; i < kBlocks; ++i) lowest = least(lowest, least(a[i], b[i]));
+    if (__builtin_expect(doubtful(lowest, kTail ? n : kLanes), 0)) return divide();
+    KVQUANT_UNROLL
+    for (int i = 0; i < kBlocks; ++i) {
+      a[i] = code(a[i]);
+      b[i] = code(b[i]);
+    }
   }
-  put_bytes<kTail>(row + j, a, n, p.stream_rows);
-  put_bytes<kTail>(row + half + j, b, n, p.stream_rows);
+  put_bytes<kTail>(row, a, n, p.stream_rows);
+  put_bytes<kTail>(row + half, b, n, p.stream_rows);
+}
+// The same as it is written, through memory and out of line, so that it takes no register from those who need it in one of a
+// hundred steps at most. values[2][blocks*16], float32; scale, offset and row from the first column on; of each block, the first n.
+__attribute__((noinline)) void divide_row(const char* values, int blocks, const char* scale, const char* offset, char* row,
+                                          std::int64_t half, int n) {
+  for (int i = 0; i < 2 * blocks; ++i) {
+    const std::int64_t column = i < blocks ? i * kLanes : half + (i - blocks) * kLanes;
+    const F value = load(Float32{}, values + i * kLanes * 4);
+    const F scaled = add(div(value, load_n(Float32{}, scale + column * 4, n)), load_n(Float32{}, offset + column * 4, n));
+    store_n(Int8{}, row + column, narrow(whole(value, scaled)), n);
+  }
 }
 
-// N tokens of kBlocks neighbouring blocks of columns in both halves of one head, j columns from where the pointers in p and
-// in the tokens are; turn(t, i) gives cos and sin. The column vectors are loaded once for all tokens. Two blocks make narrowing
-// cheaper. Inlined by force: called out of line, it would take the address of everything kept in registers.
+// N tokens of kBlocks neighbouring blocks of columns in both halves of one head, from `column` of the part on and j columns from
+// where the pointers in the tokens are; turn(t, i) gives cos and sin. The column vectors are loaded once for all tokens. Two blocks
+// make narrowing cheaper. Inlined by force: called out of line, it would take the address of everything kept in registers.
 template <class TaskT, bool kTail, int N, int kBlocks, class Turn>
 __attribute__((always_inline)) inline void tile(const Part& p, const Token* tokens, const Turn& turn,
-                                                std::int64_t j, int n) {
+                                                std::int64_t column, std::int64_t j, int n) {
   static_assert(kBlocks == 1 || !kTail);
   using SourceT = typename TaskT::template Source<kTail>;
   using OutT = typename TaskT::Out;
   const std::int64_t half = p.dim / 2;
   typename SourceT::Columns columns[kBlocks];
   KVQUANT_UNROLL
-  for (int i = 0; i < kBlocks; ++i) columns[i] = SourceT::columns(p, {j + i * kLanes, half + j + i * kLanes, n});
+  for (int i = 0; i < kBlocks; ++i) columns[i] = SourceT::columns(p, {column + i * kLanes, half + column + i * kLanes, n});
   const auto one_token = [&](int t) __attribute__((always_inline)) {
     Pair value[kBlocks];
     KVQUANT_UNROLL
-    for (int i = 0; i < kBlocks; ++i) {
-      const Block c{j + i * kLanes, half + j + i * kLanes, n};
-      SourceT::prefetch(tokens[t].x, c, N == 1 ? 5120 : 2560);
-      value[i] = SourceT::load(columns[i], tokens[t], c);
-    }
-    if constexpr (TaskT::kRotate) {
+    for (int i = 0; i < kBlocks; ++i)
+      SourceT::prefetch(tokens[t].x, {j + i * kLanes, half + j + i * kLanes, n}, N == 1 ? 5120 : 2560);
+    SourceT::load(columns, tokens[t], {j, half + j, n}, value);
+    Pair turned[kBlocks];
+    const auto rotate_all = [&](auto fused) __attribute__((always_inline)) {
       KVQUANT_UNROLL
       for (int i = 0; i < kBlocks; ++i) {
-        const CosSin by = turn(t, i);
-        value[i] = rotate<TaskT::kAscend, SourceT::template kIs<Float16>>(value[i], by.cos, by.sin);
+        if constexpr (!TaskT::kRotate) {
+          turned[i] = value[i];
+        } else {
+          const CosSin by = turn(t, i);
+          turned[i] = rotate<TaskT::kAscend, SourceT::template kIs<Float16> || fused.value>(value[i], by.cos, by.sin);
+        }
       }
+    };
+    rotate_all(Flag<TaskT::kFused>{});
+    if constexpr (TaskT::kOut) put_out<OutT, kTail>(tokens[t].out + j * kSize<OutT>, half * kSize<OutT>, turned, n, p.stream_out);
+    if constexpr (TaskT::kCache) {
+      char* const row = reinterpret_cast<char*>(tokens[t].row) + j;
+      put_row<TaskT::kDivide, kTail>(p, row, column, turned, n, [&] {
+        if constexpr (TaskT::kFused) rotate_all(Flag<false>{});
+        alignas(64) char values[2 * kBlocks * kLanes * 4];
+        KVQUANT_UNROLL
+        for (int i = 0; i < kBlocks; ++i) {
+          store_raw(values + i * kLanes * 4, turned[i].a);
+          store_raw(values + (kBlocks + i) * kLanes * 4, turned[i].b);
+        }
+        divide_row(values, kBlocks, p.scale + column * 4, p.offset + column * 4, row, half, n);
+      });
     }
-    if constexpr (TaskT::kOut) put_out<OutT, kTail>(tokens[t].out + j * kSize<OutT>, half * kSize<OutT>, value, n, p.stream_out);
-    if constexpr (TaskT::kCache) put_row<TaskT::kDivide, kTail>(p, reinterpret_cast<char*>(tokens[t].row), j, value, n);
   };
   if constexpr (TaskT::kCache) {  // unrolled, it would be long, and no faster
     KVQUANT_ROLL
@@ -265,20 +219,13 @@ __attribute__((always_inline)) inline void tile(const Part& p, const Token* toke
 
 // kBlocks blocks of columns, from column j on, of all heads of one token; cos and sin in registers.
 template <class TaskT, bool kTail, int kBlocks>
-__attribute__((always_inline)) inline void all_heads(const Part& part, const Token& token, std::int64_t j, int n) {
+__attribute__((always_inline)) inline void all_heads(const Part& p, const Token& token, std::int64_t j, int n) {
   CosSin block[kBlocks];
-  if constexpr (TaskT::kRotate) {
-    KVQUANT_UNROLL
-    for (int i = 0; i < kBlocks; ++i)
-      block[i] = load_cos_sin<typename TaskT::Out, kTail>(token, {j + i * kLanes, part.table_half + j + i * kLanes, n});
-  }
-  Part p = part;
+  if constexpr (TaskT::kRotate) load_cos_sin<typename TaskT::Out, kTail>(token, {j, p.table_half + j, n}, block);
   Token at = token;
-  move_columns<TaskT>(p, j);
   move_token<TaskT>(at, j);
-  for (std::int64_t h = 0; h < p.heads; ++h) {
-    tile<TaskT, kTail, 1, kBlocks>(p, &at, [&](int, int i) { return block[i]; }, 0, n);
-    move_columns<TaskT>(p, p.dim);
+  for (std::int64_t column = j; column < p.heads * p.dim; column += p.dim) {
+    tile<TaskT, kTail, 1, kBlocks>(p, &at, [&](int, int i) { return block[i]; }, column, 0, n);
     next_head<TaskT>(p, at);
   }
 }
@@ -297,36 +244,37 @@ __attribute__((noinline)) void rest(const Part& p, const Token& token, std::int6
 // N tokens at a time, heads outside: what the tokens share is loaded once, and x is read in order. Where rows are cached, half a
 // head must be whole tiles.
 template <class TaskT, int N>
-inline std::int64_t token_blocks(const Part& part, const Token* tokens, std::int64_t count) {
+inline std::int64_t token_blocks(const Part& p, const Token* tokens, std::int64_t count) {
   constexpr int kColumns = TaskT::kBlocks * kLanes;
-  const std::int64_t half = part.dim / 2, whole = half - half % kColumns;
+  const std::int64_t half = p.dim / 2, whole = half - half % kColumns;
   Rotation rotations[TaskT::kRotate ? N : 1];
   std::int64_t t = 0;
   for (; t + N <= count; t += N) {
     for (std::int64_t begin = 0; begin < whole; begin += kChunk) {
       const std::int64_t columns = begin + kChunk < whole ? kChunk : whole - begin;
-      Part p = part;
       Token at[N];
-      move_columns<TaskT>(p, begin);
       KVQUANT_UNROLL
       for (int i = 0; i < N; ++i) {
         at[i] = tokens[t + i];
         move_token<TaskT>(at[i], begin);
         if constexpr (TaskT::kRotate)
-          for (std::int64_t j = 0; j < columns; j += kLanes)
-            rotations[i].set(j, load_cos_sin<typename TaskT::Out, false>(at[i], {begin + j, begin + p.table_half + j, kLanes}));
+          for (std::int64_t j = 0; j < columns; j += kLanes) {
+            CosSin block[1];
+            load_cos_sin<typename TaskT::Out, false>(at[i], {begin + j, begin + p.table_half + j, kLanes}, block);
+            rotations[i].set(j, block[0]);
+          }
       }
-      for (std::int64_t h = 0; h < p.heads; ++h) {
+      for (std::int64_t column = begin; column < p.heads * p.dim; column += p.dim) {
         for (std::int64_t j = 0; j < columns; j += kColumns)
-          tile<TaskT, false, N, TaskT::kBlocks>(p, at, [&](int i, int k) { return rotations[i].at(j + k * kLanes); }, j, kLanes);
-        move_columns<TaskT>(p, p.dim);
+          tile<TaskT, false, N, TaskT::kBlocks>(
+              p, at, [&](int i, int k) { return rotations[i].at(j + k * kLanes); }, column + j, j, kLanes);
         KVQUANT_UNROLL
         for (int i = 0; i < N; ++i) next_head<TaskT>(p, at[i]);
       }
     }
     if constexpr (!TaskT::kCache)
       if (whole < half)
-        for (int i = 0; i < N; ++i) rest<TaskT>(part, tokens[t + i], whole);
+        for (int i = 0; i < N; ++i) rest<TaskT>(p, tokens[t + i], whole);
   }
   return t;
 }
@@ -342,6 +290,11 @@ inline std::int64_t all_tokens(const Part& part, const Token* tokens, std::int64
     if constexpr (!TaskT::kCache)
       if (p.order == kHeadsOutside) t = token_blocks<TaskT, 1>(p, tokens, count);
   }
+  if (TaskT::kCache && kColumns == 64 && p.dim == 128) {  // as most models have it: a constant leaves registers to the pointers
+    Part known = p;
+    known.dim = 128;
+    for (; t < count; ++t) all_heads<TaskT, false, TaskT::kBlocks>(known, tokens[t], 0, kLanes);
+  }
   for (; t < count; ++t) {
     std::int64_t j = 0;
     for (; j + kColumns <= half; j += kColumns) all_heads<TaskT, false, TaskT::kBlocks>(p, tokens[t], j, kLanes);
@@ -354,7 +307,7 @@ inline std::int64_t all_tokens(const Part& part, const Token* tokens, std::int64
 
 template <template <bool> class SourceT, class OutT, bool kRotate, bool kCacheIt, bool kOutIt, bool kAscend>
 std::int64_t kernel(const Part& p, const Token* tokens, std::int64_t count) {
-  if constexpr (kReciprocals && kCacheIt)
+  if constexpr (kFixedPoint && kCacheIt)
     if (p.reciprocal) return all_tokens<Task<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, false>>(p, tokens, count);
   return all_tokens<Task<SourceT, OutT, kRotate, kCacheIt, kOutIt, kAscend, true>>(p, tokens, count);
 }
@@ -411,6 +364,7 @@ constexpr KernelTable make_table() {
     fill_output<Float32, Float32Source, false>(table.kernels[numerics], kFloat32);
   }
   table.copy_checked = copy_checked;
+  if (kFixedPoint) table.fixed_point = FixedPoint::where_division_is_slow;
   table.writes_whole_lines = kWideRow * kLanes == 64;
   return table;
 }

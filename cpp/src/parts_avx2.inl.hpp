@@ -2,20 +2,10 @@
 // it where half a head is a multiple of 16 columns. Included inside an anonymous namespace after kernel.inl.hpp.
 //
 // 16 columns of both halves at a time, eight of them in a register: cos and sin stay in eight registers over all heads, and
-// the rest of the work needs no more than the other eight.
-//
-// C6 in fixed point. channels.cpp gives R = 2^16/scale, rounded, and O = 2^16 offset + 2^15 + 4, rounded, if |offset| <= 128 and
-// 2^-110 <= |scale| <= 2^126 (so that no reciprocal is subnormal or infinite). w is v*R + O, rounded once, as an int32: the code
-// is its upper half, a number of 1/2^16 above the middle below that code its lower half. In such units, u, and for v/scale +
-// offset between -129 and 129, the errors are
-//   O: 1/2;  R: 257 * 2^16 * 2^-24 = 1.004;  v*R + O: 1/2;  its conversion: 1/2;  C6's division and sum: (257 + 129) / 2^8 = 1.51,
-// together 4.02. So, if the lower half, which ought to be 4 more than it is in truth, is more than 8, the code is C6's; if not,
-// all 16 columns of both halves are divided. Further out both saturate, and what no int32 holds, as NaN and infinity, becomes
-// INT_MIN: its lower half is 0. So a NaN is not missed, whether in a code or in an output (C5).
+// the rest of the work needs no more than the other eight. C6 is in fixed point (fixed_point.hpp).
 //
 // Outputs are not written non-temporally: 16 columns of two bytes are half a cache line, and one half now and the other one
 // later takes longer than ordinary stores do.
-constexpr int kDoubtful = 8;
 
 inline __m256 load_ps(const char* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
 inline __m256 load_eight(Float16, const char* p) { return _mm256_cvtph_ps(load_128(p)); }
@@ -232,6 +222,6 @@ constexpr KernelTable make_avx2_table() {
     fill_avx2_output<Float32, Float32Source, false>(kernels, kFloat32);
     kernels[kFloat][kBfloat16][kRotateOut] = rotate_out_bfloat16;
   }
-  table.fixed_point = true;
+  table.fixed_point = FixedPoint::everywhere;
   return table;
 }

@@ -351,7 +351,8 @@ Status Planner::make() {
   // Measured: 16 quotients take 10 cycles on Intel and 2.5 on Zen 5, and Zen 4 gains nothing by reciprocals. Intel reads int32 x
   // from its third-level cache a fifth faster in order (W1: 62 us instead of 77), Zen 5 is faster with cos and sin in registers;
   // AArch64, not measured, does as Intel.
-  plan_.use_reciprocals = plan_.target->table->fixed_point || !is_amd();
+  const FixedPoint fixed_point = plan_.target->table->fixed_point;
+  plan_.use_reciprocals = fixed_point == FixedPoint::everywhere || (fixed_point == FixedPoint::where_division_is_slow && !is_amd());
   plan_.order = columns_of(plan_) >= kBlockedColumns ? kTokenBlocks : is_amd() ? kHeadsInside : kHeadsOutside;
   return {};
 }

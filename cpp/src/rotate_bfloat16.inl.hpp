@@ -1,7 +1,7 @@
 // Q of bfloat16 x on AVX512_BF16: replaces the common kernel where half a head is a multiple of 32 columns, and falls back to
 // it otherwise and for tokens that its guard refuses. Included inside an anonymous namespace after kernel.inl.hpp.
 //
-// 32 columns at a time: two shuffles widen them and one instruction narrows the results. cos and sin stay in registers over
+// 32 columns at a time: three shuffles widen them and one instruction narrows the results. cos and sin stay in registers over
 // all heads.
 //
 // The guard asks for 2^-64 <= |x| < 2^64 and 2^-46 <= |cos|, |sin| < 2^18. Then
@@ -14,7 +14,11 @@ struct Wide {
   F low, high;  // columns 0-15 and 16-31
 };
 inline __m512i load_words(const char* p) { return _mm512_loadu_si512(p); }
-inline Wide widen_32(__m512i words) { return {widen(words, 0), widen(words, 16)}; }
+inline Wide widen_32(__m512i words) {
+  Wide wide;
+  widen(words, wide.low, wide.high);
+  return wide;
+}
 inline __m512i narrow_32(F low, F high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v)); }
 inline void put(char* p, __m512i value, bool stream_it) {
   if (stream_it) _mm512_stream_si512(reinterpret_cast<__m512i*>(p), value);

@@ -34,7 +34,7 @@ inline bool all_have_bit_14(__m512i words) {
 struct PairWords {
   __m512i low, high;
 };
-inline PairWords load_pairs(const char* x, std::int64_t half_bytes, __m512i& all) {
+inline PairWords load_pair_words(const char* x, std::int64_t half_bytes, __m512i& all) {
   const __m512i a = load_once(x), b = load_once(x + half_bytes), add = _mm512_set1_epi16(kAddToX);
   all = and_of(all, _mm512_add_epi16(a, add), _mm512_add_epi16(b, add));
   return {pairs(a, b, 0), pairs(a, b, 16)};
@@ -68,7 +68,7 @@ __attribute__((always_inline)) inline bool rotate_heads(const Part& p, const Tok
   for (std::int64_t h = 0; h < p.heads; ++h, x += p.x_head, out += p.out_head) {
     KVQUANT_UNROLL
     for (int i = 0; i < kTiles; ++i) {
-      const PairWords w = load_pairs(x + 64 * i, kHalf, all);
+      const PairWords w = load_pair_words(x + 64 * i, kHalf, all);
       put(out + 64 * i, narrow_32(products(w.low, turn[i].low_a), products(w.high, turn[i].high_a)), p.stream_out);
       put(out + kHalf + 64 * i, narrow_32(products(w.low, turn[i].low_b), products(w.high, turn[i].high_b)), p.stream_out);
     }
@@ -78,26 +78,24 @@ __attribute__((always_inline)) inline bool rotate_heads(const Part& p, const Tok
 
 // The cache row of K, of heads of 64 * kTiles columns. False: the guard refused, before it would have written anything wrong.
 template <int kTiles>
-__attribute__((always_inline)) inline bool rotate_row(const Part& part, const Token& token, const Turn (&turn)[kTiles]) {
+__attribute__((always_inline)) inline bool rotate_row(const Part& p, const Token& token, const Turn (&turn)[kTiles]) {
   using TaskT = Task<Bfloat16Source, Bfloat16, true, true, false, false, true>;
   constexpr int kStep = kTiles == 1 ? 1 : 2;  // tiles at once: whole lines
-  Part p = part;
   Token at = token;
   __m512i all = _mm512_set1_epi16(0x4000);
-  for (std::int64_t h = 0; h < p.heads; ++h) {
+  for (std::int64_t column = 0; column < p.heads * p.dim; column += 64 * kTiles) {
     for (int i = 0; i < kTiles; i += kStep) {
       Pair value[2 * kStep];
       KVQUANT_UNROLL
       for (int k = 0; k < kStep; ++k) {
         const Turn& by = turn[i + k];
-        const PairWords w = load_pairs(at.x + 64 * (i + k), 64 * kTiles, all);
+        const PairWords w = load_pair_words(at.x + 64 * (i + k), 64 * kTiles, all);
         value[2 * k] = {products(w.low, by.low_a), products(w.low, by.low_b)};
         value[2 * k + 1] = {products(w.high, by.high_a), products(w.high, by.high_b)};
       }
       if (!all_have_bit_14(all)) return false;
-      put_row<true, false>(p, reinterpret_cast<char*>(at.row), 32 * i, value, kLanes);
+      put_row<true, false>(p, reinterpret_cast<char*>(at.row) + 32 * i, column + 32 * i, value, kLanes, [] {});
     }
-    move_columns<TaskT>(p, 64 * kTiles);
     next_head<TaskT>(p, at);
   }
   return true;

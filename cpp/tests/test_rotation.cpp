@@ -5,6 +5,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
 
@@ -60,7 +61,7 @@ struct Rotation {
     c.sequence = 64;
     c.heads_q = 2;
     c.dim = dim;
-    c.kv_output = seed % 2 == 0;  // without it, Q, K and V may have one kernel together
+    c.kv_output = seed / 2 % 2 == 0;  // without it, Q, K and V may have one kernel together, or K one that fuses
     c.seed = seed;
     build(c, arena, a, options);
   }
@@ -158,6 +159,37 @@ std::string rotate_ties(std::int64_t dim, std::uint64_t seed) {
   return compare(rotation.arena, rotation.a, rotation.options, seed);
 }
 
+// K of bfloat16 x alone, products of up to 2^129 with and without cancellation, scales for which what is left of them is a code:
+// where rows are multiplied by reciprocals, only what no int32 holds tells that a product was infinite.
+std::string rotate_overflowing(std::int64_t dim, std::uint64_t seed) {
+  const Format f = format_of(DType::bfloat16);
+  Rotation rotation(DType::bfloat16, Numerics::fp32, dim, seed);
+  Random random(seed);
+  const int scale_power = random.pick({0, 60, 90, 94, 95, 96, 100, 118});
+  for (std::int64_t j = 0; j < dim; ++j)
+    put(element(rotation.a[Argument::scale_k], 0, j), DType::float32, std::ldexp(1.25, scale_power));
+  for (std::int64_t b = 0; b < rotation.c.batch; ++b)
+    for (std::int64_t s = 0; s < rotation.c.sequence; ++s) {
+      const std::int64_t j = random.below(dim / 2), head = rotation.c.heads_q;
+      std::uint64_t x1 = number(f, 127, random), cos = number(f, static_cast<int>(random.below(2)), random);
+      std::uint64_t x2 = random.chance(50) ? x1 : number(f, 127, random), sin = random.chance(50) ? cos : number(f, 0, random);
+      if (random.chance(50)) {  // a product of 2^128 or a little more, and one a little less
+        x1 = 0x7F00u + static_cast<std::uint64_t>(random.below(3));
+        cos = 0x4000u;
+        x2 = 0x7F7Fu - static_cast<std::uint64_t>(random.below(3));
+        sin = 0x3F80u;
+      }
+      rotation.put(Argument::x, b, s, head * dim + j, x1);
+      rotation.put(Argument::x, b, s, head * dim + j + dim / 2, x2);
+      const bool upper = random.chance(20);  // of the head too: one overflow would cover another one up
+      rotation.put(Argument::cos, b, s, j, cos);
+      rotation.put(Argument::sin, b, s, j, sin);
+      rotation.put(Argument::cos, b, s, j + dim / 2, upper ? cos : 0);
+      rotation.put(Argument::sin, b, s, j + dim / 2, upper ? sin : 0);
+    }
+  return compare(rotation.arena, rotation.a, rotation.options, seed);
+}
+
 // Q of int32 x, which is a NaN only where one operand beside x is one, or infinite: one value of `argument` in one token is.
 std::string rotate_one_bad(DType out, DType bias, std::int64_t dim, Argument argument, bool infinite, std::uint64_t seed) {
   Case c;
@@ -213,6 +245,14 @@ TEST_CASE("rotation: bfloat16 sums at ties and next to them") {
     for (int round = 0; round < 3; ++round) {
       const std::string mismatch = rotate_ties(dim, seed++);
       REQUIRE_MESSAGE(mismatch.empty(), "D=" << dim << ": " << mismatch);
+    }
+}
+
+TEST_CASE("rotation: bfloat16 K whose products overflow") {
+  for (std::uint64_t seed = 640000; seed < 640064; ++seed)
+    for (std::int64_t dim : {32, 64, 96, 128}) {
+      const std::string mismatch = rotate_overflowing(dim, seed);
+      REQUIRE_MESSAGE(mismatch.empty(), "D=" << dim << ", seed " << seed << ": " << mismatch);
     }
 }
 

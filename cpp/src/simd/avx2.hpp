@@ -2,7 +2,7 @@
 
 constexpr int kWide = 2;  // neighbouring blocks at once: narrowing shares instructions
 constexpr int kWideRow = kWide;
-constexpr bool kReciprocals = false;  // parts_avx2.inl.hpp has them
+constexpr bool kFixedPoint = false;  // parts_avx2.inl.hpp has it
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long
 struct F {
   __m256 lo, hi;

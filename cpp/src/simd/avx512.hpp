@@ -2,7 +2,7 @@
 
 constexpr int kWide = 2;  // neighbouring blocks at once: narrowing shares instructions
 constexpr int kWideRow = 4;  // the same where a cache row is written: whole lines
-constexpr bool kReciprocals = true;  // with estimate.hpp
+constexpr bool kFixedPoint = true;  // of cache rows, with fixed_point.hpp
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long; 8 was not better, 16 worse
 
 struct F {
@@ -22,20 +22,21 @@ inline F multiply_add(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; 
 inline F multiply_subtract(F a, F b, F c) { return {_mm512_fmsub_ps(a.v, b.v, c.v)}; }
 
 inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
-// Each 16-bit value to the upper half of a 32-bit lane, with zeros below: one shuffle, where widening and shifting are two.
-// Of 32 values, the 16 from `first` on.
-inline F widen(__m512i bfloat16, int first) {
-  const __m512i order = _mm512_set_epi32(15 << 16, 14 << 16, 13 << 16, 12 << 16, 11 << 16, 10 << 16, 9 << 16, 8 << 16,  //
-                                         7 << 16, 6 << 16, 5 << 16, 4 << 16, 3 << 16, 2 << 16, 1 << 16, 0);
-  const __m512i from = _mm512_add_epi32(order, _mm512_set1_epi32(first << 16));
-  return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, from, bfloat16))};
+// Each 16-bit value to the upper half of a 32-bit lane, with zeros below.
+inline F widen(__m256i bfloat16) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16), 16))}; }
+// 32 values: three shuffles. vpermw could do it by two, of two steps each on Intel. Unpacking works per 128-bit quarter: quarter i
+// is to hold values 4i..4i+3 and 16+4i..16+4i+3.
+inline void widen(__m512i bfloat16, F& low, F& high) {
+  const __m512i words = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bfloat16);
+  low = {_mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_setzero_si512(), words))};
+  high = {_mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_setzero_si512(), words))};
 }
-inline F widen(__m256i bfloat16) { return widen(_mm512_castsi256_si512(bfloat16), 0); }
 
 inline F load(Float32, const char* p) { return {_mm512_loadu_ps(p)}; }
 inline F load(Int32, const char* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
 inline F load(Float16, const char* p) { return {_mm512_cvtph_ps(_mm256_loadu_epi16(p))}; }
 inline F load(Bfloat16, const char* p) { return widen(_mm256_loadu_epi16(p)); }
+inline void load_two(Bfloat16, const char* p, F& first, F& second) { widen(_mm512_loadu_si512(p), first, second); }
 // float32(x + bias); the sum wraps (C2).
 inline F load_sum(const char* x, const char* bias) {
   return {_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_loadu_si512(x), _mm512_loadu_si512(bias)))};
@@ -63,17 +64,6 @@ inline __m256i round_bfloat16(F a) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd), 16));
 }
 
-inline F unite(F a, F b, F c) {
-  const auto bits = [](F f) { return _mm512_castps_si512(f.v); };
-  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits(a), bits(b), bits(c), 0xFE))};
-}
-// From the nearest integer; NaN stays, infinity gives 0.
-inline F distance(F a) { return {_mm512_reduce_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// Of united magnitudes: whether one of them is 2 or more, or a NaN.
-inline bool any_at_least_two(F united) {
-  return _mm512_test_epi32_mask(_mm512_castps_si512(united.v), _mm512_set1_epi32(0x40000000)) != 0;
-}
-
 using Words = __m512i;
 // C6. A value of at least 2^31 would convert to INT_MIN, so 127 is the upper bound before the conversion; below, INT_MIN
 // saturates to -128 as it should.
@@ -82,6 +72,14 @@ inline Words whole(F scaled) { return _mm512_cvtps_epi32(_mm512_min_ps(scaled.v,
 inline Words whole(F value, F scaled) {
   return whole(F{_mm512_fixupimm_ps(scaled.v, value.v, _mm512_set1_epi32(0x00000088), 0)});
 }
+// In fixed point (fixed_point.hpp): its conversion, the least lower halves, whether one of the first n is doubtful, the codes.
+inline Words fixed(F value, F reciprocal, F offset) { return _mm512_cvtps_epi32(_mm512_fmadd_ps(value.v, reciprocal.v, offset.v)); }
+inline Words least(Words a, Words b) { return _mm512_min_epu16(a, b); }
+inline bool doubtful(Words least, int n) {
+  const __m512i lower = _mm512_and_si512(least, _mm512_set1_epi32(0xFFFF));
+  return _mm512_mask_cmple_epi32_mask(first(n), lower, _mm512_set1_epi32(kDoubtful)) != 0;
+}
+inline Words code(Words fixed) { return _mm512_srai_epi32(fixed, 16); }
 inline __m128i narrow(Words a) { return _mm512_cvtsepi32_epi8(a); }
 // Neighbouring blocks at once: fewer shuffles. packs works per 128-bit quarter: quarter i then holds bytes 4i..4i+3 of block 0,
 // the same of block 1, and so on.

@@ -3,7 +3,7 @@
 
 constexpr int kWide = 1;  // two blocks would share no instruction of quantise()
 constexpr int kWideRow = 1;
-constexpr bool kReciprocals = false;
+constexpr bool kFixedPoint = false;
 constexpr int kBlock = 4;  // tokens that share the column vectors where rows are long; as on AVX2, a block is 1/8 of the registers
 // Four members, not an array, and no loops below: GCC keeps an array, or what a loop indexes, in memory.
 struct F {

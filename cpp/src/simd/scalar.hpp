@@ -3,7 +3,7 @@
 
 constexpr int kWide = 1;
 constexpr int kWideRow = 1;
-constexpr bool kReciprocals = false;
+constexpr bool kFixedPoint = false;
 constexpr int kBlock = 1;  // tokens that share the column vectors where rows are long: nothing stays in registers here
 struct F {
   float lane[kLanes];

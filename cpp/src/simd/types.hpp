@@ -17,10 +17,9 @@ template <class A> constexpr bool is_same<A, A> = true;
 
 constexpr int kLanes = 16;
 
-// How many of a block's columns exist: n if kTail, else all.
-template <bool kTail>
-struct Count {
-  int n;
+template <bool kValue>
+struct Flag {
+  static constexpr bool value = kValue;
 };
 
 // Loops over tokens and blocks must be unrolled, or what they index stays in memory; GCC does that at -O3 only, which

@@ -12,6 +12,7 @@ namespace {
 #include "../simd/partial.hpp"
 #include "../kernel.inl.hpp"
 #include "../rotate_bfloat16_avx2.inl.hpp"
+#include "../simd/fixed_point.hpp"
 #include "../parts_avx2.inl.hpp"
 }  // namespace
 

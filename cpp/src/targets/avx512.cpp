@@ -7,9 +7,9 @@ namespace kvquant {
 namespace detail {
 namespace {
 #include "../simd/types.hpp"
+#include "../simd/fixed_point.hpp"
 #include "../simd/avx512.hpp"
 #include "../simd/avx512_plain.hpp"
-#include "../simd/estimate.hpp"
 #include "../kernel.inl.hpp"
 }  // namespace
 
