@@ -27,7 +27,7 @@ struct CosSin {
   Pair cos, sin;
 };
 template <class OutT, bool kTail, int kBlocks>
-inline void load_cos_sin(const Token& token, const Block& c, CosSin (&block)[kBlocks]) {
+KVQUANT_INLINE void load_cos_sin(const Token& token, const Block& c, CosSin (&block)[kBlocks]) {
   Pair cos[kBlocks], sin[kBlocks];
   load_pairs<OutT, kTail>(OutT{}, token.cos, c, cos);
   load_pairs<OutT, kTail>(OutT{}, token.sin, c, sin);
@@ -92,7 +92,7 @@ inline void store_blocks(T type, char* p, F first, F second, bool stream_it) {
 
 // The outputs of kBlocks neighbouring blocks in both halves of a head; p: the first of the lower half, `half` bytes apart.
 template <class T, bool kTail, int kBlocks>
-__attribute__((always_inline)) inline void put_out(char* p, std::int64_t half, const Pair (&value)[kBlocks], int n,
+KVQUANT_INLINE void put_out(char* p, std::int64_t half, const Pair (&value)[kBlocks], int n,
                                                    bool stream_it) {
   if constexpr (kBlocks == 1) {
     store_block<T, kTail>(T{}, p, value[0].a, n, stream_it);
@@ -106,7 +106,7 @@ __attribute__((always_inline)) inline void put_out(char* p, std::int64_t half, c
 }
 
 template <bool kTail, int kBlocks>
-__attribute__((always_inline)) inline void put_bytes(char* p, const Words (&words)[kBlocks], int n, bool stream_it) {
+KVQUANT_INLINE void put_bytes(char* p, const Words (&words)[kBlocks], int n, bool stream_it) {
   if constexpr (kBlocks == 1) store_block<Int8, kTail>(Int8{}, p, narrow(words[0]), n, stream_it);
   if constexpr (kBlocks == 2) store_block<Int8, false>(Int8{}, p, narrow(words[0], words[1]), n, stream_it);
   if constexpr (kBlocks == 4) store_block<Int8, false>(Int8{}, p, narrow(words[0], words[1], words[2], words[3]), n, stream_it);
@@ -115,7 +115,7 @@ __attribute__((always_inline)) inline void put_bytes(char* p, const Words (&word
 // C6 of kBlocks neighbouring blocks in both halves of a head, from `column` of the part on. Where the codes are in doubt
 // (fixed_point.hpp), `divide` is called and nothing written.
 template <bool kDivide, bool kTail, int kBlocks, class Divide>
-__attribute__((always_inline)) inline void put_row(const Part& p, char* row, std::int64_t column, const Pair (&value)[kBlocks],
+KVQUANT_INLINE void put_row(const Part& p, char* row, std::int64_t column, const Pair (&value)[kBlocks],
                                                    int n, const Divide& divide) {
   const std::int64_t half = p.dim / 2;
   const auto columns = [&](const char* vector, int i) {
@@ -165,7 +165,7 @@ __attribute__((noinline)) void divide_row(const char* values, int blocks, const 
 // where the pointers in the tokens are; turn(t, i) gives cos and sin. The column vectors are loaded once for all tokens. Two blocks
 // make narrowing cheaper. Inlined by force: called out of line, it would take the address of everything kept in registers.
 template <class TaskT, bool kTail, int N, int kBlocks, class Turn>
-__attribute__((always_inline)) inline void tile(const Part& p, const Token* tokens, const Turn& turn,
+KVQUANT_INLINE void tile(const Part& p, const Token* tokens, const Turn& turn,
                                                 std::int64_t column, std::int64_t j, int n) {
   static_assert(kBlocks == 1 || !kTail);
   using SourceT = typename TaskT::template Source<kTail>;
@@ -219,7 +219,7 @@ __attribute__((always_inline)) inline void tile(const Part& p, const Token* toke
 
 // kBlocks blocks of columns, from column j on, of all heads of one token; cos and sin in registers.
 template <class TaskT, bool kTail, int kBlocks>
-__attribute__((always_inline)) inline void all_heads(const Part& p, const Token& token, std::int64_t j, int n) {
+KVQUANT_INLINE void all_heads(const Part& p, const Token& token, std::int64_t j, int n) {
   CosSin block[kBlocks];
   if constexpr (TaskT::kRotate) load_cos_sin<typename TaskT::Out, kTail>(token, {j, p.table_half + j, n}, block);
   Token at = token;

@@ -39,7 +39,7 @@ struct Turns {
   __m256 cos_a[2], cos_b[2], sin_a[2], sin_b[2];
 };
 template <class OutT>
-__attribute__((always_inline)) inline Turns load_turns(const Part& p, const Token& token, std::int64_t j) {
+KVQUANT_INLINE Turns load_turns(const Part& p, const Token& token, std::int64_t j) {
   constexpr std::int64_t kItem = kSize<OutT>;
   Turns turns;
   KVQUANT_UNROLL

@@ -23,7 +23,7 @@ inline void load_two(T type, const char* p, F& first, F& second) {
   second = load(type, p + kLanes * kSize<T>);
 }
 template <class T, bool kTail, int kBlocks>
-inline void load_pairs(T type, const char* p, const Block& c, Pair (&value)[kBlocks]) {
+KVQUANT_INLINE void load_pairs(T type, const char* p, const Block& c, Pair (&value)[kBlocks]) {
   if constexpr (kBlocks == 1) {
     value[0] = load_pair<T, kTail>(type, p, c);
   } else {
@@ -41,11 +41,11 @@ struct FloatSource {
   template <class Other> static constexpr bool kIs = is_same<T, Other>;
   using Type = T;
   static constexpr bool kBlocked = false;  // nothing that tokens could share
-  static inline void prefetch(const char*, const Block&, std::int64_t) {}
+  static KVQUANT_INLINE void prefetch(const char*, const Block&, std::int64_t) {}
   struct Columns {};
-  static inline Columns columns(const Part&, const Block&) { return {}; }
+  static KVQUANT_INLINE Columns columns(const Part&, const Block&) { return {}; }
   template <int kBlocks>
-  static inline void load(const Columns (&)[kBlocks], const Token& t, const Block& c, Pair (&value)[kBlocks]) {
+  static KVQUANT_INLINE void load(const Columns (&)[kBlocks], const Token& t, const Block& c, Pair (&value)[kBlocks]) {
     load_pairs<T, kTail>(T{}, t.x, c, value);
   }
 };
@@ -53,7 +53,7 @@ struct FloatSource {
 // int32 x is the most of what a call reads, and one head after the other is more than the processor's own prefetchers keep up
 // with: rows from memory (W3) take half the time with it. Past the end of a row lie the next part and the next token. `ahead`
 // is in bytes; the less a token takes, the further it must reach.
-inline void prefetch_int32(const char* x, const Block& c, std::int64_t ahead) {
+KVQUANT_INLINE void prefetch_int32(const char* x, const Block& c, std::int64_t ahead) {
   __builtin_prefetch(x + c.a * 4 + ahead);
   __builtin_prefetch(x + c.b * 4 + ahead);
 }
@@ -63,15 +63,15 @@ struct FloatBiasSource {
   template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
   using Type = Int32;
   static constexpr bool kBlocked = true;
-  static inline void prefetch(const char* x, const Block& c, std::int64_t ahead) { prefetch_int32(x, c, ahead); }
+  static KVQUANT_INLINE void prefetch(const char* x, const Block& c, std::int64_t ahead) { prefetch_int32(x, c, ahead); }
   struct Columns {
     Pair scale, bias;
   };
-  static inline Columns columns(const Part& p, const Block& c) {
+  static KVQUANT_INLINE Columns columns(const Part& p, const Block& c) {
     return {load_pair<Float32, kTail>(Float32{}, p.weight_scale, c), load_pair<Float32, kTail>(Float32{}, p.bias, c)};
   }
   template <int kBlocks>
-  static inline void load(const Columns (&k)[kBlocks], const Token& t, const Block& c, Pair (&value)[kBlocks]) {
+  static KVQUANT_INLINE void load(const Columns (&k)[kBlocks], const Token& t, const Block& c, Pair (&value)[kBlocks]) {
     const F activation = broadcast(t.activation_scale);
     load_pairs<Int32, kTail>(Int32{}, t.x, c, value);
     KVQUANT_UNROLL
@@ -86,20 +86,20 @@ struct IntBiasSource {
   template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
   using Type = Int32;
   static constexpr bool kBlocked = true;
-  static inline void prefetch(const char* x, const Block& c, std::int64_t ahead) { prefetch_int32(x, c, ahead); }
+  static KVQUANT_INLINE void prefetch(const char* x, const Block& c, std::int64_t ahead) { prefetch_int32(x, c, ahead); }
   struct Columns {
     Pair scale;
     const char *bias_a, *bias_b;
   };
-  static inline Columns columns(const Part& p, const Block& c) {
+  static KVQUANT_INLINE Columns columns(const Part& p, const Block& c) {
     return {load_pair<Float32, kTail>(Float32{}, p.weight_scale, c), p.bias + c.a * 4, p.bias + c.b * 4};
   }
-  static inline F sum(const char* x, const char* bias, int n) {
+  static KVQUANT_INLINE F sum(const char* x, const char* bias, int n) {
     if constexpr (kTail) return load_sum_n(x, bias, n);
     else return load_sum(x, bias);
   }
   template <int kBlocks>
-  static inline void load(const Columns (&k)[kBlocks], const Token& t, const Block& c, Pair (&value)[kBlocks]) {
+  static KVQUANT_INLINE void load(const Columns (&k)[kBlocks], const Token& t, const Block& c, Pair (&value)[kBlocks]) {
     const F activation = broadcast(t.activation_scale);
     KVQUANT_UNROLL
     for (int i = 0; i < kBlocks; ++i)

@@ -60,7 +60,7 @@ inline bool load_turn(const Token& token, std::int64_t j, std::int64_t table_hal
 
 // All heads, of 64 * kTiles columns. False: the guard refused; the output is then to be computed anew.
 template <int kTiles>
-__attribute__((always_inline)) inline bool rotate_heads(const Part& p, const Token& token, const Turn (&turn)[kTiles]) {
+KVQUANT_INLINE bool rotate_heads(const Part& p, const Token& token, const Turn (&turn)[kTiles]) {
   constexpr std::int64_t kHalf = 64 * kTiles;  // bytes
   __m512i all = _mm512_set1_epi16(0x4000);
   const char* x = token.x;
@@ -78,7 +78,7 @@ __attribute__((always_inline)) inline bool rotate_heads(const Part& p, const Tok
 
 // The cache row of K, of heads of 64 * kTiles columns. False: the guard refused, before it would have written anything wrong.
 template <int kTiles>
-__attribute__((always_inline)) inline bool rotate_row(const Part& p, const Token& token, const Turn (&turn)[kTiles]) {
+KVQUANT_INLINE bool rotate_row(const Part& p, const Token& token, const Turn (&turn)[kTiles]) {
   using TaskT = Task<Bfloat16Source, Bfloat16, true, true, false, false, true>;
   constexpr int kStep = kTiles == 1 ? 1 : 2;  // tiles at once: whole lines
   Token at = token;

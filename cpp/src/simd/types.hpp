@@ -22,6 +22,9 @@ struct Flag {
   static constexpr bool value = kValue;
 };
 
+// What takes or returns registers is inlined by force where GCC would not: out of line, they go through memory.
+#define KVQUANT_INLINE __attribute__((always_inline)) inline
+
 // Loops over tokens and blocks must be unrolled, or what they index stays in memory; GCC does that at -O3 only, which
 // multiplies code elsewhere.
 #if defined(__clang__)
