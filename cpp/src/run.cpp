@@ -9,6 +9,8 @@ namespace {
 
 // Tokens are taken in groups: large enough to hide a call, small enough that x stays in the caches between the parts.
 constexpr std::int64_t kGroup = 16;
+// Bytes of a cache row from which on its address is worth translating in advance.
+constexpr std::int64_t kLongRow = 512;
 constexpr Argument kOutputArguments[3] = {Argument::q, Argument::k, Argument::v};
 
 // Q, K and V of one group. Tokens with a cache row come first.
@@ -46,6 +48,17 @@ Part part_of(const Plan& plan, const Prepared& prepared, int index) {
   part.stream_out = prepared.stream_out && all_aligned(out, stream.out_batch, stream.out_sequence, stream.out_head,
                                                        plan.dim / 2 * item_size(plan.operands[Argument::cos].dtype));
   return part;
+}
+
+// Has the address of a cache row translated while Q is worked on: non-temporal stores to a page of 4 KB that nobody used lately else
+// wait for that (Intel, other rows at each call: W2 38.6 -> 35.0 us). CLDEMOTE moves no data of a line that is in no cache, and is a
+// no-operation where it is not known.
+inline void translate(const std::int8_t* row) {
+#if defined(__x86_64__)
+  __asm__ volatile(".byte 0x0F, 0x1C, 0x00" : : "a"(row));  // cldemote (%rax)
+#else
+  static_cast<void>(row);
+#endif
 }
 
 // Goes from token to token, first <= t < last. Addresses are numbers here: a step behind the last token of a sequence may lead
@@ -127,12 +140,18 @@ void run(const Plan& plan, const Prepared& prepared, std::int64_t first, std::in
   const detail::FpState state;
   const detail::Part parts[3] = {detail::part_of(plan, prepared, 0), detail::part_of(plan, prepared, 1),
                                  detail::part_of(plan, prepared, 2)};
+  const bool translate_rows = prepared.stream_rows && plan.heads_kv * plan.dim >= detail::kLongRow;
   const detail::KernelOfAll together = parts[1].reciprocal || parts[2].reciprocal ? nullptr : plan.together;
   detail::Group group;
   detail::Walk walk(plan, prepared, first, last);
   std::int64_t written = 0;
   for (std::int64_t t = first; t < last; t += detail::kGroup) {
     walk.form_group(last - t < detail::kGroup ? last - t : detail::kGroup, group);
+    if (translate_rows)
+      for (std::int64_t i = 0; i < group.cached; ++i) {
+        detail::translate(group.tokens[1][i].row);
+        detail::translate(group.tokens[2][i].row);
+      }
     const detail::Token* const all_tokens[3] = {group.tokens[0], group.tokens[1], group.tokens[2]};
     if (together) written += together(parts, all_tokens, group.cached);
     for (int i = 0; i < 3; ++i) {
