@@ -92,8 +92,7 @@ inline void store_blocks(T type, char* p, F first, F second, bool stream_it) {
 
 // The outputs of kBlocks neighbouring blocks in both halves of a head; p: the first of the lower half, `half` bytes apart.
 template <class T, bool kTail, int kBlocks>
-KVQUANT_INLINE void put_out(char* p, std::int64_t half, const Pair (&value)[kBlocks], int n,
-                                                   bool stream_it) {
+KVQUANT_INLINE void put_out(char* p, std::int64_t half, const Pair (&value)[kBlocks], int n, bool stream_it) {
   if constexpr (kBlocks == 1) {
     store_block<T, kTail>(T{}, p, value[0].a, n, stream_it);
     store_block<T, kTail>(T{}, p + half, value[0].b, n, stream_it);
@@ -116,7 +115,7 @@ KVQUANT_INLINE void put_bytes(char* p, const Words (&words)[kBlocks], int n, boo
 // (fixed_point.hpp), `divide` is called and nothing written.
 template <bool kDivide, bool kTail, int kBlocks, class Divide>
 KVQUANT_INLINE void put_row(const Part& p, char* row, std::int64_t column, const Pair (&value)[kBlocks],
-                                                   int n, const Divide& divide) {
+                            int n, const Divide& divide) {
   const std::int64_t half = p.dim / 2;
   const auto columns = [&](const char* vector, int i) {
     return load_pair<Float32, kTail>(Float32{}, vector, {column + i * kLanes, half + column + i * kLanes, n});
@@ -165,8 +164,7 @@ __attribute__((noinline)) void divide_row(const char* values, int blocks, const 
 // where the pointers in the tokens are; turn(t, i) gives cos and sin. The column vectors are loaded once for all tokens. Two blocks
 // make narrowing cheaper. Inlined by force: called out of line, it would take the address of everything kept in registers.
 template <class TaskT, bool kTail, int N, int kBlocks, class Turn>
-KVQUANT_INLINE void tile(const Part& p, const Token* tokens, const Turn& turn,
-                                                std::int64_t column, std::int64_t j, int n) {
+KVQUANT_INLINE void tile(const Part& p, const Token* tokens, const Turn& turn, std::int64_t column, std::int64_t j, int n) {
   static_assert(kBlocks == 1 || !kTail);
   using SourceT = typename TaskT::template Source<kTail>;
   using OutT = typename TaskT::Out;
