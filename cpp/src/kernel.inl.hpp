@@ -12,10 +12,10 @@ inline F rounded(F value) {
   if constexpr (kAscend) return round_float16(value);
   else return value;
 }
-template <bool kAscend, bool kExactProducts>
+template <bool kAscend, bool kFuse>
 inline Pair rotate(Pair x, Pair cos, Pair sin) {
-  // Products of two float16 values are exact in float32, so that fusing them with the sum gives the same bits.
-  if constexpr (kExactProducts && !kAscend)
+  // kFuse: products of two float16 values are exact in float32, so that fusing them with the sum gives the same bits; or kFused.
+  if constexpr (kFuse && !kAscend)
     return {multiply_subtract(x.a, cos.a, mul(x.b, sin.a)), multiply_add(x.b, cos.b, mul(x.a, sin.b))};
   const F a = rounded<kAscend>(x.a), b = rounded<kAscend>(x.b);
   return {rounded<kAscend>(sub(rounded<kAscend>(mul(a, cos.a)), rounded<kAscend>(mul(b, sin.a)))),
@@ -148,8 +148,8 @@ KVQUANT_INLINE void put_row(const Part& p, char* row, std::int64_t column, const
   put_bytes<kTail>(row, a, n, p.stream_rows);
   put_bytes<kTail>(row + half, b, n, p.stream_rows);
 }
-// The same as it is written, through memory and out of line, so that it takes no register from those who need it in one of a
-// hundred steps at most. values[2][blocks*16], float32; scale, offset and row from the first column on; of each block, the first n.
+// The same as it is written, through memory and out of line, so that it takes no register from those who need it in one of sixty
+// steps, as a rule. values[2][blocks*16], float32; scale, offset and row from the first column on; of each block, the first n.
 __attribute__((noinline)) void divide_row(const char* values, int blocks, const char* scale, const char* offset, char* row,
                                           std::int64_t half, int n) {
   for (int i = 0; i < 2 * blocks; ++i) {

@@ -225,7 +225,7 @@ TEST_CASE("quantiser: ties and one and two float32 steps beside them") {
 }
 
 TEST_CASE("quantiser: one value near a tie among others that are not") {
-  for (float largest_offset : {0.0f, 127.0f, 128.0f, 129.0f})
+  for (float largest_offset : {0.0f, 127.0f, 128.0f, 129.0f, 600.0f, 4000.0f})
     for (std::uint64_t seed = 0; seed < 2; ++seed) {
       const std::string mismatch = lonely(largest_offset, seed);
       CHECK_MESSAGE(mismatch.empty(), "offset " << largest_offset << ": " << mismatch);

@@ -61,6 +61,7 @@ struct Rotation {
     c.sequence = 64;
     c.heads_q = 2;
     c.dim = dim;
+    c.offset_k = true;
     c.kv_output = seed / 2 % 2 == 0;  // without it, Q, K and V may have one kernel together, or K one that fuses
     c.seed = seed;
     build(c, arena, a, options);
@@ -165,9 +166,11 @@ std::string rotate_overflowing(std::int64_t dim, std::uint64_t seed) {
   const Format f = format_of(DType::bfloat16);
   Rotation rotation(DType::bfloat16, Numerics::fp32, dim, seed);
   Random random(seed);
-  const int scale_power = random.pick({0, 60, 90, 94, 95, 96, 100, 118});
-  for (std::int64_t j = 0; j < dim; ++j)
+  const int scale_power = random.pick({0, 60, 90, 94, 95, 96, 100, 105, 107, 109, 111, 113, 118});
+  for (std::int64_t j = 0; j < dim; ++j) {
     put(element(rotation.a[Argument::scale_k], 0, j), DType::float32, std::ldexp(1.25, scale_power));
+    put(element(rotation.a[Argument::offset_k], 0, j), DType::float32, random.chance(50) ? -128 : 0);
+  }
   for (std::int64_t b = 0; b < rotation.c.batch; ++b)
     for (std::int64_t s = 0; s < rotation.c.sequence; ++s) {
       const std::int64_t j = random.below(dim / 2), head = rotation.c.heads_q;
@@ -178,6 +181,11 @@ std::string rotate_overflowing(std::int64_t dim, std::uint64_t seed) {
         cos = 0x4000u;
         x2 = 0x7F7Fu - static_cast<std::uint64_t>(random.below(3));
         sin = 0x3F80u;
+        if (random.chance(50)) {  // 217 * 151 = 2^15 - 1: the least that can be left
+          x1 = 0x7F00u;
+          x2 = 0x7F59u;
+          sin = 0x3F97u;
+        }
       }
       rotation.put(Argument::x, b, s, head * dim + j, x1);
       rotation.put(Argument::x, b, s, head * dim + j + dim / 2, x2);

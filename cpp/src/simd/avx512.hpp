@@ -17,7 +17,7 @@ inline F add(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F sub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F mul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
-// For exact products only, where fused and separate rounding give the same bits.
+// For exact products, where fused and separate rounding give the same bits, or where fixed_point.hpp says that it doesn't matter.
 inline F multiply_add(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F multiply_subtract(F a, F b, F c) { return {_mm512_fmsub_ps(a.v, b.v, c.v)}; }
 

@@ -2,7 +2,7 @@
 // anonymous namespace.
 //
 // channels.cpp gives R = 2^16/scale, rounded, and O = 2^16 offset + 2^15 + 4, rounded, if |offset| <= 128 and
-// 2^-110 <= |scale| <= 2^96 (so that no reciprocal is subnormal or infinite). w is v*R + O, rounded once, as an int32: the code
+// 2^-110 <= |scale| < 2^96 (so that no reciprocal is infinite, and for what follows below). w is v*R + O, rounded once, as an int32: the code
 // is its upper half, a number of 1/2^16 above the middle below that code its lower half. In such units, u, and for v/scale +
 // offset between -129 and 129, the errors are
 //   O: 1/2;  R: 257 * 2^16 * 2^-24 = 1.004;  v*R + O: 1/2;  its conversion: 1/2;  C6's division and sum: (257 + 129) / 2^8 = 1.51,
