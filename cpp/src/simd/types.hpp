@@ -23,7 +23,9 @@ struct Flag {
 };
 
 // What takes or returns registers is inlined by force where GCC would not: out of line, they go through memory.
+#ifndef KVQUANT_INLINE
 #define KVQUANT_INLINE __attribute__((always_inline)) inline
+#endif
 
 // Loops over tokens and blocks must be unrolled, or what they index stays in memory; GCC does that at -O3 only, which
 // multiplies code elsewhere.

@@ -4,6 +4,7 @@
 namespace kvquant {
 namespace detail {
 namespace {
+#define KVQUANT_INLINE inline  // its lanes are in memory anyway
 #include "../simd/types.hpp"
 #include "../simd/half.hpp"
 #include "../simd/scalar.hpp"
