@@ -10,15 +10,7 @@
 //   C5 wants.
 // It looks at the operands, not at the results, because one result in 70 000 or so is 0.
 
-struct Wide {
-  F low, high;  // columns 0-15 and 16-31
-};
 inline __m512i load_words(const char* p) { return _mm512_loadu_si512(p); }
-inline Wide widen_32(__m512i words) {
-  Wide wide;
-  widen(words, wide.low, wide.high);
-  return wide;
-}
 inline __m512i narrow_32(F low, F high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v)); }
 inline void put(char* p, __m512i value, bool stream_it) {
   if (stream_it) _mm512_stream_si512(reinterpret_cast<__m512i*>(p), value);
@@ -33,7 +25,7 @@ inline Wide load_table(const char* p, __m512i& all, __m512i& any) {
   const __m512i words = load_words(p), moved = _mm512_add_epi16(words, _mm512_set1_epi16(kAddToTable));
   all = _mm512_and_si512(all, moved);
   any = _mm512_or_si512(any, moved);
-  return widen_32(words);
+  return widen(words);
 }
 
 // False: the guard refused; the token's output is then to be computed anew.
@@ -48,7 +40,7 @@ inline bool rotate_token(const Part& p, const Token& token) {
     for (std::int64_t h = 0; h < p.heads; ++h, x += p.x_head, out += p.out_head) {
       const __m512i words_a = load_words(x), words_b = load_words(x + half_bytes), add = _mm512_set1_epi16(kAddToX);
       all = _mm512_ternarylogic_epi32(all, _mm512_add_epi16(words_a, add), _mm512_add_epi16(words_b, add), 0x80);  // and
-      const Wide a = widen_32(words_a), b = widen_32(words_b);
+      const Wide a = widen(words_a), b = widen(words_b);
       put(out, narrow_32(multiply_subtract(a.low, cos_a.low, mul(b.low, sin_a.low)),
                          multiply_subtract(a.high, cos_a.high, mul(b.high, sin_a.high))), p.stream_out);
       put(out + half_bytes, narrow_32(multiply_add(b.low, cos_b.low, mul(a.low, sin_b.low)),

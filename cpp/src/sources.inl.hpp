@@ -53,17 +53,18 @@ struct FloatSource {
 // int32 x is the most of what a call reads, and one head after the other is more than the processor's own prefetchers keep up
 // with: rows from memory (W3) take half the time with it. Past the end of a row lie the next part and the next token. `ahead`
 // is in bytes; the less a token takes, the further it must reach.
-KVQUANT_INLINE void prefetch_int32(const char* x, const Block& c, std::int64_t ahead) {
-  __builtin_prefetch(x + c.a * 4 + ahead);
-  __builtin_prefetch(x + c.b * 4 + ahead);
-}
-
-template <bool kTail>
-struct FloatBiasSource {
+struct Int32Source {
   template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
   using Type = Int32;
   static constexpr bool kBlocked = true;
-  static KVQUANT_INLINE void prefetch(const char* x, const Block& c, std::int64_t ahead) { prefetch_int32(x, c, ahead); }
+  static KVQUANT_INLINE void prefetch(const char* x, const Block& c, std::int64_t ahead) {
+    __builtin_prefetch(x + c.a * 4 + ahead);
+    __builtin_prefetch(x + c.b * 4 + ahead);
+  }
+};
+
+template <bool kTail>
+struct FloatBiasSource : Int32Source {
   struct Columns {
     Pair scale, bias;
   };
@@ -82,11 +83,7 @@ struct FloatBiasSource {
 };
 
 template <bool kTail>
-struct IntBiasSource {
-  template <class Other> static constexpr bool kIs = is_same<Int32, Other>;
-  using Type = Int32;
-  static constexpr bool kBlocked = true;
-  static KVQUANT_INLINE void prefetch(const char* x, const Block& c, std::int64_t ahead) { prefetch_int32(x, c, ahead); }
+struct IntBiasSource : Int32Source {
   struct Columns {
     Pair scale;
     const char *bias_a, *bias_b;

@@ -26,17 +26,24 @@ inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
 inline F widen(__m256i bfloat16) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16), 16))}; }
 // 32 values: three shuffles. vpermw could do it by two, of two steps each on Intel. Unpacking works per 128-bit quarter: quarter i
 // is to hold values 4i..4i+3 and 16+4i..16+4i+3.
-inline void widen(__m512i bfloat16, F& low, F& high) {
+struct Wide {
+  F low, high;  // values 0-15 and 16-31
+};
+inline Wide widen(__m512i bfloat16) {
   const __m512i words = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bfloat16);
-  low = {_mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_setzero_si512(), words))};
-  high = {_mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_setzero_si512(), words))};
+  return {{_mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_setzero_si512(), words))},
+          {_mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_setzero_si512(), words))}};
 }
 
 inline F load(Float32, const char* p) { return {_mm512_loadu_ps(p)}; }
 inline F load(Int32, const char* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
 inline F load(Float16, const char* p) { return {_mm512_cvtph_ps(_mm256_loadu_epi16(p))}; }
 inline F load(Bfloat16, const char* p) { return widen(_mm256_loadu_epi16(p)); }
-inline void load_two(Bfloat16, const char* p, F& first, F& second) { widen(_mm512_loadu_si512(p), first, second); }
+inline void load_two(Bfloat16, const char* p, F& first, F& second) {
+  const Wide wide = widen(_mm512_loadu_si512(p));
+  first = wide.low;
+  second = wide.high;
+}
 // float32(x + bias); the sum wraps (C2).
 inline F load_sum(const char* x, const char* bias) {
   return {_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_loadu_si512(x), _mm512_loadu_si512(bias)))};
